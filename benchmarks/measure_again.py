@@ -40,7 +40,7 @@ SCRIPTS = {
     "linear_attention_": "linear_attention.py",
     "hybrid_attention_": "linear_attention.py",
     "share_memory_": "share_memory.py",
-    "int8_speed_": "int8_speed.py",
+    "serving_": "serving.py",
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
 ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]

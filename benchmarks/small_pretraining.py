@@ -1,9 +1,11 @@
 """What the benchmarks that pretrain a small model share: a vocabulary of its size, and scripts run one by one.
 
-With thousands of subwords a small model stays a unigram model for hours; with little more than the alphabet, a
-character's neighbours say much about it, and it begins to read its context within minutes on one CPU core.
+Called itself, it makes such a vocabulary. With thousands of subwords a small model stays a unigram model for hours;
+with little more than the alphabet, a character's neighbours say much about it, and it begins to read its context
+within minutes on one CPU core.
 """
 
+import argparse
 import shlex
 import string
 import subprocess
@@ -15,12 +17,34 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.training.pretraining.text_stream import TextFile
 
-__all__ = ["ROOT", "gate_scores", "make_vocabulary", "run_script", "script", "shown"]
+__all__ = ["ROOT", "gate_scores", "main", "make_vocabulary", "parse_args", "run_script", "script", "shown"]
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY_CHARACTERS = 3_000_000
 # Others are spaces to the learner of the vocabulary, and unknown tokens later: they would fill it.
 ALPHABET = frozenset(string.ascii_letters + string.digits + " \n.,;:()-'\"/%&")
+EPILOG = """example:
+  python benchmarks/small_pretraining.py --tokenizer google-t5/t5-small --text wikipedia/train-00000.txt.gz \\
+      --size 256 --output_dir vocabulary-256"""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description="Learn a small vocabulary from text.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokenizer", required=True, help="The one whose normalisation and special tokens it has.")
+    parser.add_argument("--text", required=True, help="A file of articles, .txt or .gz; its beginning is read.")
+    parser.add_argument("--size", type=int, required=True, help="Tokens, special ones included.")
+    parser.add_argument("--output_dir", required=True, help="Where the tokenizer is saved.")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Make the vocabulary."""
+    make_vocabulary(args.tokenizer, Path(args.text), Path(args.output_dir), args.size)
 
 
 def make_vocabulary(tokenizer: str, shard: Path, folder: Path, size: int) -> None:
@@ -76,3 +100,7 @@ def shown(command: list[str], names: dict[str, str]) -> str:
 def gate_scores(results: dict[str, Any]) -> dict[str, Any]:
     """Return what the gate saw, of a run's results."""
     return {key: value for key, value in results.items() if key.startswith("gate_")}
+
+
+if __name__ == "__main__":
+    main(parse_args())

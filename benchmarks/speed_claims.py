@@ -156,8 +156,9 @@ def _sharing(report: dict[str, Any], base: str = "upstream") -> Iterator[Ratio]:
                 yield from _pair(row, "milliseconds", base, name, f"{name} / {base}, {where}")
 
 
-def _int8(report: dict[str, Any]) -> Iterator[Ratio]:
-    yield from _sharing(report, "float32")
+def _serving(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["runs"]:
+        yield from _sharing({"runs": [row]}, next(iter(row["milliseconds"])))
 
 
 def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -203,7 +204,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "decoder_state_": _states,
     "long_t5_passes": _passes,
     "share_memory_": _sharing,
-    "int8_speed_": _int8,
+    "serving_": _serving,
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,
     "loop_overhead": _loops,

@@ -329,3 +329,14 @@ def whole_layers(report: dict[str, Any]) -> Rows:
             times = [(kept or row)[mode][name] for name in names]
             text = f"{times[3] / times[2]:.1f}x" if kept is None else ratio(row, kept, in_times(mode, PEER, "blocked"))
             yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
+
+
+@table("serving.md", "serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
+def serving(single: dict[str, Any], batch: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    sizes = [pair for report in (single, batch) for pair in pairs(report, "runs")]
+    (last, _) = sizes[-1]
+    base, *others = last["milliseconds"]
+    for name in (base, *others):
+        peak = f"{last['peak_bytes'][name] / 2**20:,.0f} MiB"
+        found = in_times("milliseconds", base, name)
+        yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]

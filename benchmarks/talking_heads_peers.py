@@ -94,7 +94,7 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     by_layer = {"attention_kernel": name, "attention_window": HYBRID_WINDOW}
     fields.layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
     kernel = kernel_of(fields, "", head_dim, "benchmark", is_causal, layer=0)
-    module.heads = AttentionHeads(heads, heads, heads, heads, heads, head_dim)
+    module.heads = AttentionHeads(heads, heads, heads, heads, heads, head_dim, head_dim)
     install_kernel(module, kernel)
     init_kernel(module)
     return module

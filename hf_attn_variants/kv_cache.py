@@ -20,7 +20,7 @@ def cached_numbers(heads: AttentionHeads, width: int) -> int:
     """
     if heads.rank is not None:
         return min(heads.rank, width)
-    return (heads.key + heads.value) * heads.head_dim
+    return heads.key * heads.head_dim + heads.value * heads.value_dim
 
 
 def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:

@@ -61,6 +61,7 @@ TRAINING_FIELDS: dict[str, Any] = {
     "train_samples": int,
     "epoch": NUMBER,
     "train_runtime": NUMBER,
+    "benchmark": str,
     "task_name": str,
     "problem_type": str,
     "labels": [str],

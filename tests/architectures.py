@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
     "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
+    "values": {"num_key_value_heads": 4, "value_head_dim": 6},
 }
 
 

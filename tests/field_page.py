@@ -15,6 +15,7 @@ MORE = {
     "position_embedding_type": "[positions](#positions)",
     "score_function": "[scores](#scores)",
     "num_key_value_heads": "[tour](tour.md)",
+    "value_head_dim": "[size of values](#the-size-of-values)",
     "latent": "[latents](latents.md)",
     "talking": "[talking heads](talking_heads.md)",
     "pattern": "[windows and blocks](sparse.md)",

@@ -19,6 +19,7 @@ ROOMS = (
     "conversion",
     "inspection",
     "training",
+    "sweep",
     "hub",
     "export",
     "commands",

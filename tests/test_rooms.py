@@ -20,6 +20,8 @@ ORDER = (
     ("conversion",),
     ("inspection",),
     ("training", "hub", "export"),
+    ("serving",),
+    ("sweep",),
     ("commands",),
     ("cli",),
     ("front doors",),

@@ -12,7 +12,7 @@ from ..training.engine.options import Settings, alternatives, fields_by_group
 from ..training.engine.settings import NewModelSettings
 from .hf_names import check_names
 
-__all__ = ["parse_settings"]
+__all__ = ["parse_settings", "settings_parser"]
 
 Parsed = TypeVar("Parsed", bound=Settings)
 
@@ -35,6 +35,14 @@ def parse_settings(
     Raises:
         ValueError: if a value is outside its range, or the settings do not go together.
     """
+    parser = settings_parser(settings, script, description, epilog)
+    check_names(parser, argv)
+    given = parse_with_checkpoint(parser, argv, required=not issubclass(settings, NewModelSettings))
+    return settings(**vars(given))
+
+
+def settings_parser(settings: type[Settings], script: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return the parser of a settings class, which has a flag for each field; arguments as of `parse_settings`."""
     parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
     types_of = typing.get_type_hints(settings)
     for title, fields in fields_by_group(settings):
@@ -44,9 +52,7 @@ def parse_settings(
                 add_checkpoint_argument(group, each.metadata["help"])
             else:
                 group.add_argument(f"--{each.name}", **_argument(each, types_of[each.name]))
-    check_names(parser, argv)
-    given = parse_with_checkpoint(parser, argv, required=not issubclass(settings, NewModelSettings))
-    return settings(**vars(given))
+    return parser
 
 
 def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
@@ -18,6 +19,8 @@ examples:
       --num_key_value_heads 8 2 1 --json
   attn-variants benchmark ./t5-small --batch_size 8 --length 1024 \\
       --num_beams 4 --max_new_tokens 64
+  attn-variants benchmark ./t5-small --serving --keep_memory --batch_size 4 \\
+      --length 512 --num_beams 4 --plot t5-serving.png
   attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 \\
       --length 4096 --max_position_embeddings 4096 --num_key_value_heads 12 \\
       --no_talking_heads --attention_window 256 --attention_kernel hedgehog
@@ -27,7 +30,12 @@ generates, greedily or with --num_beams, from an encoder's output of that length
 first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
 models are in memory at once. Nothing is timed unless our multi-head model with the weights of transformers' puts out
 the same (of an encoder-decoder: decodes the same eight tokens), and each model decodes through its cache what it
-decodes without."""
+decodes without.
+
+--serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is,
+with `share_memory`, in int8 (`quantize`), with fewer key/value heads, and CTranslate2 where that is installed and has
+a form for it, the encoder included; it measures the peak memory of each in a process of its own, and ends with one
+sentence: what to take."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,19 +82,42 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start anew with memory kept, as jemalloc does, where glibc gives large blocks back and gets them anew",
     )
+    serving = parser.add_argument_group("what to serve the model with")
+    serving.add_argument(
+        "--serving",
+        action="store_true",
+        help="time transformers, share_memory, int8, CTranslate2 and --num_key_value_heads (default: a quarter)",
+    )
+    serving.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
+    serving.add_argument("--plot", metavar="PNG", help="draw tokens a second and peak memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    return parse_with_checkpoint(parser, argv)
+    args = parse_with_checkpoint(parser, argv)
+    _check_serving(parser, args)
+    return args
+
+
+def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with a line where a flag is of the other question."""
+    others = ["attention_window", "attention_kernel", "max_position_embeddings", "no_talking_heads", "no_latents"]
+    others = [name for name in others if getattr(args, name)]
+    if args.serving and others:
+        parser.error(f"--{others[0]} is not timed with --serving: leave one of the two out")
+    if args.serving and (args.dtype != "float32" or args.device not in (None, "cpu")):
+        parser.error("--serving compares engines of a CPU in float32 and int8: leave --dtype and --device out")
+    for name in ("no_peak_memory", "plot"):
+        if getattr(args, name) and not args.serving:
+            parser.error(f"--{name} is for --serving: add that, or leave it out")
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Measure, print the table and return it (a `SpeedTable`).
+    """Measure, print the table and return it (a `SpeedTable`; with --serving a `ServingTable`).
 
     Raises:
         ValueError, OSError: for a checkpoint that cannot be read, or numbers that do not fit it.
     """
-    from ..inspection.page_faults import KEEPING, keep_memory
+    from ..inspection.page_faults import keep_memory
 
     if args.keep_memory:
         keep_memory()
@@ -102,20 +133,88 @@ def main(args: argparse.Namespace) -> Any:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1; got {args.threads}.")
         torch.set_num_threads(args.threads)
+    if args.serving:
+        return _serving(args, config)
     table = _measured(args, config)
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
     _print_rows(table)
+    _print_conditions(args, table)
+    if table.break_even is not None:
+        print_text(_break_even(table))
+    return table
+
+
+def _print_conditions(args: argparse.Namespace, table: Any) -> None:
+    from ..inspection.page_faults import KEEPING
+    from ..inspection.tables import print_text
+
     threads, load = table.machine["threads"], table.machine["load_average"]
     ended = f", load {load[0]:.1f} at the end" if load else ""
     print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
     if "kept" not in table.memory and any(row.usage["few_faults"] is False for row in table.rows):
         variables = " ".join(f"{name}={value}" for name, value in KEEPING.items())
         print_text(f"Many page faults: memory is given back and got anew. With it kept: --keep_memory, or {variables}")
-    if table.break_even is not None:
-        print_text(_break_even(table))
+
+
+def _serving(args: argparse.Namespace, config: Any) -> Any:
+    from ..errors import as_value_error
+    from ..inspection.tables import print_text
+    from ..serving.measure import advice, measure_serving
+
+    with as_value_error(f"{args.model_name_or_path} cannot be built and run: its configuration is wrong"):
+        table = measure_serving(
+            config,
+            checkpoint=args.model_name_or_path,
+            kv_heads=args.num_key_value_heads,
+            batch_size=args.batch_size,
+            length=args.length,
+            max_new_tokens=args.max_new_tokens,
+            num_beams=args.num_beams,
+            rounds=args.rounds,
+            peak_memory=not args.no_peak_memory,
+        )
+    if args.plot is not None:
+        from ..pictures import write_picture
+        from ..serving.drawing import draw_serving
+
+        write_picture(Path(args.plot), lambda: draw_serving(table), dpi=150)
+    if args.json:
+        print(json.dumps(table.to_dict(), indent=2))
+        return table
+    _print_serving(table)
+    _print_conditions(args, table)
+    for name, reason in table.left_out.items():
+        print_text(f"Without {name}: {reason}")
+    print_text(advice(table))
     return table
+
+
+def _print_serving(table: Any) -> None:
+    from ..inspection.tables import print_table
+
+    load, decodes = table.load, table.load.max_new_tokens is not None
+    header = ["engine", "ms a batch", "tokens/s", "speed", *["ms to the first token"] * decodes, "peak MiB"]
+    header += ["page faults", "system ms"]
+    rows = []
+    for row in table.rows:
+        cells = [row.engine.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
+        if decodes:
+            cells.append(f"{row.first_milliseconds:,.1f}")
+        cells.append("" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}")
+        rows.append(cells + _usage_cells(row))
+    search = ""
+    if decodes:
+        search = (
+            f", {load.max_new_tokens} new tokens, {'greedy' if load.num_beams == 1 else f'{load.num_beams} beams'}"
+        )
+    print_table(f"{table.checkpoint}, batch {load.batch_size}, length {load.length:,}{search}", header, rows)
+
+
+def _usage_cells(row: Any) -> list[str]:
+    faults, system = row.usage["minor_faults"], row.usage["system_seconds"]
+    return ["", ""] if faults is None else [f"{faults:,.0f}", f"{1e3 * system:,.1f}"]
 
 
 def _print_rows(table: Any) -> None:
@@ -137,8 +236,7 @@ def _print_rows(table: Any) -> None:
             cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
     header += ["page faults", "system ms"]
     for cells, row in zip(rows, table.rows, strict=True):
-        faults, system = row.usage["minor_faults"], row.usage["system_seconds"]
-        cells += ["", ""] if faults is None else [f"{faults:,.0f}", f"{1e3 * system:,.1f}"]
+        cells += _usage_cells(row)
     print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
 
 

@@ -3,7 +3,7 @@
 from ..training.classification.settings import ClassificationSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = (
     "Fine-tune and evaluate a classifier of texts, or of pairs, on your own tables: one label a row, several, or a "
@@ -36,4 +36,6 @@ the weights on them, so that they flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "classification.task:ClassificationFineTuning"
-parse_args, main = training_command(ClassificationSettings, TASK, "run_classification.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    ClassificationSettings, TASK, "run_classification.py", DESCRIPTION, EPILOG
+)

@@ -24,6 +24,7 @@ __all__ = [
     "add_audio_argument",
     "add_calibration_arguments",
     "main",
+    "make_parser",
     "parse_args",
     "read_calibration_arguments",
 ]
@@ -73,6 +74,11 @@ TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passag
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
+    return parse_with_checkpoint(make_parser(), argv)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; `parse_args` reads it."""
     parser = CommandParser(
         prog=program_name("convert_checkpoint.py"),
         description="Convert a multi-head checkpoint into a grouped-query, multi-query, latent-attention or "
@@ -117,7 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    return parse_with_checkpoint(parser, argv)
+    return parser
 
 
 def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from ..training.glue.settings import GlueSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate a sequence classifier on a GLUE task."
 EPILOG = """example (STS-B from a folder of TSVs, on the CPU):
@@ -17,4 +17,6 @@ predictions_<task>.tsv; drop the prefix to submit it to GLUE. Scores are those o
 and --early_stopping_patience choose the weights on it, so that its scores flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(GlueSettings, "glue.task:GlueFineTuning", "run_glue.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    GlueSettings, "glue.task:GlueFineTuning", "run_glue.py", DESCRIPTION, EPILOG
+)

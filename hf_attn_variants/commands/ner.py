@@ -3,7 +3,7 @@
 from ..training.ner.settings import NerSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate a token classifier, on named entities for example."
 EPILOG = """example:
@@ -16,4 +16,6 @@ CoNLL's format: a word first in its line and its tag (O, B-... or I-...) last, a
 F1 of whole entities, by seqeval), train_log.jsonl, training_curves.png and predictions_<split>.txt, a word and its tag
 a line. An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(NerSettings, "ner.task:NerFineTuning", "run_ner.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    NerSettings, "ner.task:NerFineTuning", "run_ner.py", DESCRIPTION, EPILOG
+)

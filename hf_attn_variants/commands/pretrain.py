@@ -3,7 +3,7 @@
 from ..training.pretraining.settings import MaskedLMSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = (
     "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA as a "
@@ -36,6 +36,6 @@ young model that only knows how frequent tokens are fails it. A small model and 
 minutes on one CPU core: benchmarks/albert_mlm.py; the examples above are for a GPU, and were not run to their end.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(
+make_parser, parse_args, main = training_command(
     MaskedLMSettings, "pretraining.run_mlm:pretrain_masked_lm", "pretrain_mlm.py", DESCRIPTION, EPILOG
 )

@@ -3,7 +3,7 @@
 from ..training.pretraining.settings import SpanCorruptionSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Pretrain a T5 by span corruption, from scratch or from a checkpoint."
 EPILOG = """example (a small multi-query T5 from scratch, on gzip shards; an empty line
@@ -27,7 +27,7 @@ reads its context at all: the dev loss with the words of the inputs shuffled, an
 0.3 nats worse; a young model that only knows how frequent tokens are fails it.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(
+make_parser, parse_args, main = training_command(
     SpanCorruptionSettings,
     "pretraining.run_span_corruption:pretrain_span_corruption",
     "pretrain_span_corruption.py",

@@ -3,7 +3,7 @@
 from ..training.seq2seq.settings import Seq2SeqSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Train and evaluate an encoder-decoder on text to text: translation, summarisation, GLUE, SQuAD."
 EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as text; a
@@ -27,6 +27,6 @@ row. decode_tokens_per_second counts the generated tokens over the time in gener
 than BERT: here the default is 3e-4.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(
+make_parser, parse_args, main = training_command(
     Seq2SeqSettings, "seq2seq.task:Seq2SeqFineTuning", "run_seq2seq.py", DESCRIPTION, EPILOG
 )

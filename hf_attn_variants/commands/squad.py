@@ -3,7 +3,7 @@
 from ..training.squad.settings import SquadSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate extractive question answering on SQuAD v1.1 or v2.0."
 EPILOG = """example (SQuAD v1.1 from its JSON files, on the CPU):
@@ -19,4 +19,6 @@ the official scripts), predictions_nbest_dev.json and, for v2.0, predictions_nul
 same of the test split. v2.0: eval_best_f1 is that of the threshold which is best on the dev set itself.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(SquadSettings, "squad.task:SquadFineTuning", "run_squad.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    SquadSettings, "squad.task:SquadFineTuning", "run_squad.py", DESCRIPTION, EPILOG
+)

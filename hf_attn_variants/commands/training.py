@@ -3,19 +3,20 @@
 import importlib
 import inspect
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..training.engine.settings import TrainingSettings
-from .arguments import parse_settings
+from .arguments import parse_settings, settings_parser
 
 __all__ = ["train_and_push", "training_command"]
 
 
 def training_command(
     settings: type[TrainingSettings], trains: str, script: str, description: str, epilog: str
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Make the `parse_args(argv)` and the `main(settings)` of a training command.
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Make the `make_parser()`, the `parse_args(argv)` and the `main(settings)` of a training command.
 
     Args:
         settings: what its flags are made from.
@@ -23,6 +24,10 @@ def training_command(
             the settings.
         script, description, epilog: see `parse_settings`.
     """
+
+    def make_parser() -> ArgumentParser:
+        """Return the parser of the command line, for those who ask which flags there are."""
+        return settings_parser(settings, script, description, epilog)
 
     def parse_args(argv: Sequence[str] | None = None) -> TrainingSettings:
         """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
@@ -39,7 +44,7 @@ def training_command(
         task: Any = found
         return train_and_push(settings, lambda: fine_tune(task, settings))
 
-    return parse_args, main
+    return make_parser, parse_args, main
 
 
 def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:

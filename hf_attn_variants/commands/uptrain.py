@@ -3,7 +3,7 @@
 from ..training.uptraining.settings import UptrainingSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Continue training a converted checkpoint to restore its quality."
 EPILOG = """examples (4 key/value heads, drawn towards the model they come from: a BERT on
@@ -38,6 +38,6 @@ the rows (at most 512) are held out. Dev metrics are computed before, during (--
 train_log.jsonl and training_curves.png.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-parse_args, main = training_command(
+make_parser, parse_args, main = training_command(
     UptrainingSettings, "uptraining.task:Uptraining", "uptrain.py", DESCRIPTION, EPILOG
 )

@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_checks import nearest
+from ..modeling.fields.field_checks import NONE, nearest
 from ..modeling.fields.field_table import row_of
-from ..modeling.fields.given_fields import quietly, wrong_name
+from ..modeling.fields.given_fields import quietly, without_same_size, wrong_name
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.talking_fields import talking_places, talks
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
@@ -184,6 +184,7 @@ def make_plan(
     # The configuration and the tensors have the new positions already.
     changes = any([given.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
+    given = without_same_size(config_class, config, given)
     _check_fields(config_class, config, given, changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
@@ -271,11 +272,10 @@ def _check_fields(
             f"`attention_pattern` {learned[0]!r} has parameters that no conversion makes: load the checkpoint with "
             "it (`from_pretrained`), and train."
         )
-    if config.get("score_function"):
-        raise ValueError(
-            f"a checkpoint with other scores than dot products (`score_function` is {config['score_function']!r}) "
-            "cannot be converted."
-        )
+    others = dict.fromkeys(row_of("score_function")[1].names, "other scores than dot products")
+    for name, what in {**others, "value_head_dim": "values of another size than keys"}.items():
+        if config.get(name) not in (None, NONE):
+            raise ValueError(f"a checkpoint with {what} (`{name}` is {config[name]!r}) cannot be converted.")
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
     fields = config_class.talking_fields()

@@ -75,7 +75,8 @@ class AttentionTensors:
 
     def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
         """Return the same projections with a kernel in a softmax's place, as a new model has it."""
-        counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, heads.head_dim)
+        sizes = (heads.head_dim, heads.head_dim)  # of other values no conversion is made
+        counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, *sizes)
         new = {name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()}
         return replace(self, kernel=kernel, kernel_tensors=new)
 

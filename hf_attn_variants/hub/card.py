@@ -21,6 +21,7 @@ from ..inspection.talking_places import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
+from ..superglue_tasks import SUPERGLUE_DATASET
 from .card_escapes import plain
 from .card_steps import Step, data_name, hub_source, last_training, reads_pairs, step_lines, step_sections, task_of
 from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
@@ -36,7 +37,9 @@ MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\
 CODE_PATTERN = re.compile(r"^The attention is not part of transformers: .*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
 # What describes a run and is no score.
-NO_SCORE = re.compile(r"(.*_)?(samples|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*")
+NO_SCORE = re.compile(
+    r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
+)
 # What a split's scores begin with, its name, and the arguments that name its file.
 SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
@@ -270,8 +273,8 @@ def _datasets(steps: Sequence[Step]) -> list[str] | None:
     for step in steps:
         if step["kind"] == "training":
             named = data_name(step, ())
-            is_task = named is not None and named["dataset_type"] == "nyu-mll/glue"
-            name = "nyu-mll/glue" if is_task else step["arguments"].get("dataset_name")
+            benchmark = named is not None and named["dataset_type"] in ("nyu-mll/glue", SUPERGLUE_DATASET)
+            name = named["dataset_type"] if named and benchmark else step["arguments"].get("dataset_name")
             if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
                 found.append(name)
     return list(dict.fromkeys(found)) or None

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..conversion.quality import Quality
 from ..glue_tasks import TASKS, GlueTask
+from ..superglue_tasks import SUPERGLUE, SUPERGLUE_DATASET, SUPERGLUE_TASKS
 from .card_escapes import code, plain
 
 __all__ = [
@@ -56,7 +57,7 @@ def hub_source(steps: Sequence[Step]) -> str | None:
 def task_of(steps: Sequence[Step]) -> GlueTask | None:
     """Return the GLUE task that the model was last trained on; None where a user's own came after."""
     last = _last_with_task(steps)
-    return TASKS.get(_task_name(last) or "") if last is not None else None
+    return TASKS.get(_glue_task(last) or "") if last is not None else None
 
 
 def reads_pairs(steps: Sequence[Step]) -> bool:
@@ -67,7 +68,7 @@ def reads_pairs(steps: Sequence[Step]) -> bool:
 
 def _last_with_task(steps: Sequence[Step]) -> Step | None:
     trainings = [step for step in reversed(steps) if step["kind"] == "training"]
-    return next((step for step in trainings if "problem_type" in step or _task_name(step) in TASKS), None)
+    return next((step for step in trainings if "problem_type" in step or _glue_task(step) in TASKS), None)
 
 
 def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
@@ -78,6 +79,9 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
         file_arguments: the arguments that name the split's files.
     """
     arguments, task = training["arguments"], _task_name(training)
+    if training.get("benchmark") == SUPERGLUE and task in SUPERGLUE_TASKS:
+        name = f"SuperGLUE {SUPERGLUE_TASKS[task].folder}"
+        return {"dataset_type": SUPERGLUE_DATASET, "dataset_name": name, "dataset_config": task}
     if task in TASKS:
         return {"dataset_type": "nyu-mll/glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     given = [arguments.get(name) for name in file_arguments]
@@ -250,6 +254,10 @@ def _title(step: Step) -> str:
 def _source_name(step: Step, index: int, base_model: str | None) -> str:
     """Return what a conversion began with: the base model's Hub id for the first step, else the name recorded."""
     return base_model if index == 0 and base_model else step.get("source", "a checkpoint")
+
+
+def _glue_task(training: Step) -> str | None:
+    return None if training.get("benchmark") == SUPERGLUE else _task_name(training)
 
 
 def _task_name(training: Step) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..glue_tasks import GlueTask
-from ..inspection.costs import CostTable, values_by_layer
+from ..inspection.costs import CostTable, score_parts, values_by_layer
 from ..inspection.talking_places import talking_parts
 from ..modeling.fields.field_table import FIELDS, PLACES, row_of
 from ..modeling.fields.talking_fields import talks
@@ -99,6 +99,8 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
         (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), _by_layer(variant, name))
         for name in variant.head_fields(fields)
     ]
+    if variant.value_head_dim is not None:
+        made.append((_on_card("value_head_dim"), str(variant.value_head_dim)))
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(_on_card(name), _by_layer(variant, name)) for name in ranks]
     made += [(what, _by_layer(variant, name)) for name, what in _shown(variant, fields, "pattern")]
@@ -303,7 +305,10 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
             number = f"{least} to {most} key/value heads, by layer,"
         shared = "" if least == heads else f" ({number} for {heads} query heads)"
         parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
+    if variant.value_head_dim is not None:
+        parts.append(f"{variant.value_head_dim} {_on_card('value_head_dim')}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
+    parts += score_parts(variant, kv_fields)
     at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
     parts += [f"talking heads {at[kind]}{where}" for kind, where in talking_parts(variant, fields)]
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _shown(variant, fields, "pattern")]

@@ -3,7 +3,7 @@
 The variants: each possible number of key/value heads, latents of some ranks, talking heads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ import torch
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
+from ..modeling.fields.field_table import PLACES
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
+from ..modeling.fields.score_fields import has_scores, score_name
 from ..modeling.fields.talking_fields import dynamic_terms, keeps_cache, talks
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
@@ -29,6 +31,7 @@ __all__ = [
     "VariantCost",
     "cost_table",
     "has_latents",
+    "score_parts",
     "source_window",
     "used_fields",
     "values_by_layer",
@@ -145,8 +148,9 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             text = "..".join(map(str, sorted({min(known), max(known)})))
             text += " (exact)" if known == {config.hidden_size} else ""
             parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_in_layers(ranks)}")
-    if config.score_function is not None:
-        parts.append(f"{config.score_function} scores")
+    if config.value_head_dim is not None:
+        parts.append(f"values of {config.value_head_dim}")
+    parts += score_parts(config, (field,))
     parts += [
         "talking heads" + ("" if kind == "both" else f" ({kind})") + where
         for kind, where in talking_parts(config, (field,))
@@ -165,6 +169,17 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             layers = _in_layers(values_by_layer(config, f"{each}attention_kernel"))
             parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
+
+
+def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
+    """Return what scores are called, where they are no dot products: "additive scores in cross-attention".
+
+    Nothing is said of where, if it is everywhere in the stacks that some fields of key/value heads are of.
+    """
+    found = {prefix: score_name(config, prefix) for prefix in places_of_stacks(config, fields)}
+    if len({*found.values()}) == 1:
+        return [f"{score} scores" for score in {*found.values()} - {None}]
+    return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in found.items() if score is not None]
 
 
 def _in_layers(values: list[LayerValue]) -> str:
@@ -261,7 +276,7 @@ def variant_rows(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _learns_by_head(current):  # neither stands beside these, or no conversion gives it
+    if has_kernel(current) or _is_as_trained(current):  # neither stands beside these, or no conversion gives it
         return
     keeps_memory = keeps_cache(dynamic_terms(current, "cross_"))  # whose terms are made of a latent otherwise
     if latents and can_cache(current) and keeps_memory and not has_latents(current, field):
@@ -319,7 +334,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _convertible(source: Any, target: Any) -> bool:
-    if _values(source) != _values(target) and _learns_by_head(source):
+    if _values(source) != _values(target) and _is_as_trained(source):
         return False
     width = source.hidden_size
     try:
@@ -337,12 +352,13 @@ def _convertible(source: Any, target: Any) -> bool:
     return True
 
 
-def _learns_by_head(config: Any) -> bool:
-    """Say whether its heads have parameters of their own beside their maps, which no conversion merges or drops."""
+def _is_as_trained(config: Any) -> bool:
+    """Say whether no conversion leads from it: its values have a size of their own, or its heads other parameters."""
     values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
-    return config.score_function is not None or not values.isdisjoint(by_head)
+    has_own = has_scores(config) or config.value_head_dim is not None
+    return has_own or not values.isdisjoint(by_head)
 
 
 def _itemsize(dtype: str) -> int:

@@ -63,7 +63,7 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
         kept = kept if core.reach is None else min(kept, core.reach.before)
         size = itemsize * kept * cached_numbers(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention keeps what its state is of, too
-            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads.key, heads.head_dim)
+            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size))
     cache = cache_bytes_per_token(model.config, sizes)
@@ -151,12 +151,13 @@ def _attention_flops(
     batch_size: int,
 ) -> Iterator[tuple[str, int]]:
     """Yield ("query" or "memory", FLOPs a token of that side): of dot products, weighted sums and what they read."""
-    attends = 2 * attended * heads.head_dim * (heads.query + heads.output)
+    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # of all query and all value heads
+    attends = 2 * attended * numbers
     key: Any = module.get_submodule(site.key)
     value: Any = module.get_submodule(site.value)
     made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
     if (kernel := _core(module, site).kernel) is not None:
-        of_key, of_query = kernel.flops(heads.head_dim, attended)
+        of_key, of_query = kernel.flops(heads, attended)
         yield "memory", made + heads.key * of_key
         yield "query", heads.query * of_query
         return
@@ -172,7 +173,7 @@ def _attention_flops(
     )
     stays = site.is_cross_attention and is_short(latent)
     if not stays and absorbs(_core(module, site), query, latent, (key_map, value_map), {}):
-        yield "query", 2 * heads.rank * (heads.query + heads.output) * (heads.head_dim + attended)
+        yield "query", 2 * heads.rank * (numbers + (heads.query + heads.output) * attended)
         return
     # Made once of each token of a memory that stays or is read in one pass; anew in each step of a decoder.
     yield ("memory", made) if stays or stack == "encoder" else ("query", attended * made)

@@ -32,7 +32,8 @@ from .costs import (
 from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 
-__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "measure_speed"]
+__all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "machine_now", "measure_speed", "timed_auto_class"]
+__all__ += ["timed_length"]
 
 POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
@@ -165,11 +166,11 @@ def measure_speed(
     _check_device(device)
     config = _with_positions(config, max_position_embeddings)
     current = variant_config(config)
-    auto_class = _auto_class(config, current)
+    auto_class = timed_auto_class(config, current)
     decodes = "Seq2Seq" in auto_class
     model_class = variant_model_class(current.auto_classes[auto_class])
     work = _decoding(max_new_tokens, num_beams, decodes, model_class)
-    length = _length(length, current, auto_class)
+    length = timed_length(length, current, auto_class)
     field = kv_heads_field(model_class, current)
     own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
     own += _windows_and_kernels(field, windows, kernels)
@@ -179,7 +180,7 @@ def measure_speed(
     rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length, work and work[0],
-        work and work[1], dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
+        work and work[1], dtype, device, machine_now(device), rows, _break_even(current, rows), memory_now(),
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def _decoding(max_new_tokens: int, num_beams: int | None, decodes: bool, model_c
     return (max_new_tokens, num_beams or 1) if decodes else None
 
 
-def _auto_class(config: Mapping[str, Any], current: Any) -> str:
+def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
     """Return the Auto class of what is timed: of one stack of an encoder-decoder, that stack alone."""
     architecture = (config.get("architectures") or [""])[0]
     # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
@@ -262,7 +263,7 @@ def _timed(
     return times, usages
 
 
-def _length(given: int | None, config: Any, auto_class: str) -> int:
+def timed_length(given: int | None, config: Any, auto_class: str) -> int:
     """Return how many tokens, or positions of audio, are read; raise ValueError where there are not so many."""
     positions = source_window(config) if auto_class in HEARING else longest_input(config)
     default = positions if auto_class in HEARING else LENGTH
@@ -359,7 +360,8 @@ def _ready(model: Any, device: str) -> Any:
     return model
 
 
-def _machine(device: str) -> dict[str, Any]:
+def machine_now(device: str) -> dict[str, Any]:
+    """Return the device, threads, load and versions, for the reports."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",

@@ -7,7 +7,9 @@ __all__ = [
     "EAGER",
     "NEWEST_RUN",
     "OLDEST_RUN",
+    "SCORES_BY_PLACE",
     "SDPA",
+    "SIZES_VALUES",
     "SOURCE",
     "TALKS_BY_PLACE",
 ]
@@ -20,11 +22,13 @@ OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 
 # The newest format of a configuration's fields: by its number a later release reads what they meant when they were
 # saved, and an earlier one refuses what it does not know. Files without a number have the first.
-CONFIG_FORMAT = 3
+CONFIG_FORMAT = 4
 # From which on what counts tokens counts from a row's first one, and not from the padded row's beginning.
 COUNTS_TOKENS = 2
 # From which on heads may talk otherwise in each place and layer. What has none of that says the number before.
 TALKS_BY_PLACE = 3
+# From which on values may have another size than queries and keys, and scores be others in each place; likewise.
+SIZES_VALUES = SCORES_BY_PLACE = 4
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")

@@ -332,6 +332,8 @@ COMMAND_LINES = {
     "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "classify": ["--output_dir", "out", "--train_file", "a.csv", "--problem_type", "regression"],
     "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
+    "superglue": ["--task_name", "cb", "--output_dir", "out", "--cpu"],
+    "multiple-choice": ["--output_dir", "out", "--train_file", "a.csv", "--choices_columns", "a", "b", "--cpu"],
     "ner": ["--output_dir", "out", "--train_file", "a.txt", "--validation_file", "b.txt"],
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
     "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--task_name", "stsb"],
@@ -344,7 +346,11 @@ COMMAND_LINES = {
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_all_commands_but_two_are_about_a_checkpoint():
+    assert set(cli.COMMANDS) == {*COMMAND_LINES, "average", "sweep"}
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
 def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsys):
     parse_args = importlib.import_module(cli.COMMANDS[name][0]).parse_args
     options = COMMAND_LINES[name]

@@ -8,6 +8,7 @@ not run in `NOT_RUN`, with the reason.
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -28,12 +29,14 @@ from fixtures.named_checkpoints import (
 )
 from fixtures.speech import recordings
 from fixtures.squad import write_questions
+from fixtures.superglue import write_superglue
 from hub.local_hub import TOKEN, LocalHub
 
 from hf_attn_variants import cli
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.quantization import kept_maps
+from hf_attn_variants.superglue_tasks import SUPERGLUE_TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
@@ -45,6 +48,7 @@ BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
 SHOWN = {
     ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
+    ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
@@ -60,10 +64,12 @@ QUICK = {
 # Commands that are not run, by their first words; their arguments and files are still checked.
 NOT_RUN = {
     "accelerate config": "asks questions",
+    "attn-variants average": "reads whole runs; those of the documents are of a few rows here",
     "make": "makes an environment, or runs for minutes; that the target is there, and what ARGS says, is checked",
     "pip": "installs",
     "python -m pytest": "is a run of other tests; that they are there is checked",
     "python benchmarks/": "takes minutes to hours",
+    "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
 }
 # Local folders that a document may name before a command of it has made them; None: any.
 GIVEN: dict[str, set[str] | None] = {"README.md": set()}
@@ -227,7 +233,10 @@ class Reader:
             elif name == "calibration_audio_dir" and value and not Path(value).exists():
                 recordings(Path(value), 60, seconds=0.1)
             elif name == "data_dir" and value and not Path(value).exists():
-                write_glue_folder(Path(value), get_task(args.task_name).folder)
+                if args.task_name in SUPERGLUE_TASKS and "superglue" in value:
+                    write_superglue(Path(value), args.task_name)
+                else:
+                    write_glue_folder(Path(value), get_task(args.task_name).folder)
 
     def provide_checkpoint(self, name: str, document: str) -> None:
         if Path(name).exists() or architecture_of(name) is None:
@@ -245,6 +254,9 @@ def provide_file(path: Path) -> None:
         write_questions(path, version_2="v2" in path.name)
     elif path.parent.name == "reviews":
         path.write_text("text,label\nthe old house,good\na cat,bad\n" * 8)
+    elif path.parent.name == "race":
+        row = {"article": "the old house", "question": "what is _ ?", "options": ["old", "a cat"], "answer": "A"}
+        path.write_text(f"{json.dumps(row)}\n" * 8)
     elif path.parent.name == "conll":
         path.write_text("Ann B-PER\nvisits O\nRome B-LOC\n\n" * 8)
     else:
@@ -293,6 +305,7 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         if "hidden_size=1024" in (getattr(args, "config_overrides", None) or ""):  # for a GPU
             sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 64}
             more["--config_overrides"] = ",".join(f"{name}={value}" for name, value in sizes.items())
+            more["--num_warmup_steps"] = 1
         if getattr(args, "model_type", None) and not args.config_overrides:
             more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"
     if hasattr(args, "rounds"):

@@ -27,7 +27,7 @@ WRITERS = {
 }
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
 # What a configuration of each variant has; Whisper's and BART's stacks have unequal heads, which cannot talk.
-VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}}
+VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}, "values": {}}
 DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 

@@ -1,14 +1,18 @@
 """Additive scores: the formula's outputs and gradients, no tensor of n x m x d, in every host and with its cache."""
 
+import json
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, T5, token_ids
 from fixtures.largest_tensor import LargestTensor
-from relatives import RELATIVES
+from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
-from hf_attn_variants import convert, reference_scores
+from hf_attn_variants import convert, reference, reference_scores
 from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.hub.card_text import summary
+from hf_attn_variants.inspection.costs import score_parts
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
@@ -186,3 +190,99 @@ def test_what_cannot_be_is_refused(tmp_path):
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"additive scores .* have no form in upstream's"):
         export_transformers(tmp_path / "model", tmp_path / "plain")
+
+
+PAIRS = pytest.mark.parametrize("row", [T5, *ENCODER_DECODERS, WHISPER], ids=lambda row: row.name)
+PLACES = {
+    "": {"score_function": "additive", "encoder_score_function": "none", "cross_score_function": "none"},
+    "encoder_": {"encoder_score_function": "additive"},
+    "cross_": {"cross_score_function": "additive"},
+}
+
+
+def by_the_formula_of_each(module, query, key, value, attention_mask, **options):
+    """The attention function of a host whose scores are others in some places."""
+    if module.score is not None:
+        return formula(module, query, key, value, attention_mask, **options)
+    n, m = query.shape[2], key.shape[2]
+    allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
+    if attention_mask is None and module.is_causal and n > 1:
+        allowed = allowed.tril()
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
+    bias, scale = options.get("position_bias"), options.get("scaling") or query.shape[-1] ** -0.5
+    output, _ = reference.attention_core(query, key, value, scale=scale, bias=bias, mask=added)
+    return output.transpose(1, 2), None
+
+
+@PAIRS
+@pytest.mark.parametrize("place", PLACES)
+def test_scores_of_one_place(row, place, monkeypatch, tmp_path):
+    head = next(iter(row.heads))
+    model, batch = row.model(head, **PLACES[place]), row.batch(head)
+    for site, _, module in model.named_attentions():
+        assert (module.get_submodule(site.core).score is not None) == (site.place_prefix == place)
+    with torch.no_grad():
+        found = model(**batch)[0]
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert again(**batch)[0].equal(found)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["attn_variants_format"] == 4 and again.config.per_layer_values is None
+    assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
+    monkeypatch.setattr(
+        hf_attn_variants.modeling.hosts.t5_family, "attention_function", lambda name: by_the_formula_of_each
+    )
+    interface = hf_attn_variants.modeling.attention.attention_interface
+    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch)[0], found, atol=1e-5, rtol=0)
+
+
+@PAIRS
+@pytest.mark.parametrize("beams", [1, 3])
+def test_additive_cross_attention_generates_through_its_cache(row, beams):
+    head = list(row.heads)[1]
+    model, batch = row.model(head, cross_score_function="additive", num_key_value_heads=1), row.batch(head)
+    batch.pop("decoder_input_ids")
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    found = model.generate(**batch, **options)
+    assert found.equal(model.generate(**batch, **options, use_cache=False))
+    assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+
+
+def test_scores_by_place_are_checked_and_named():
+    assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
+    assert T5.config(**ADDITIVE).to_dict()["attn_variants_format"] == 2
+    for fields, message in (
+        ({"cross_score_function": "dot"}, '`cross_score_function` must be None or "additive" or "none"; got'),
+        ({"score_function": "none"}, '`score_function` must be None or "additive"; got'),
+        (
+            {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
+            "`cross_score_function` and `cross_attention_kernel` cannot stand together",
+        ),
+        (ADDITIVE | {"cross_attention_kernel": "elu"}, "`score_function` and `cross_attention_kernel` cannot stand"),
+        ({"cross_score_function": "additive", "attn_variants_format": 1}, "scores by place are of `attn_variants_fo"),
+        ({"cross_attention_pattern": "local_blocks"}, "Cross-attention reads the whole source: near and far are of"),
+        ({"cross_attention_window": 4}, "Cross-attention reads the whole source: near and far are of places in one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            T5.config(**fields)
+    assert T5.config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
+    with pytest.raises(ValueError, match="`cross_score_function` is of cross-attention, which this configuration has"):
+        BERT.config(cross_score_function="additive")
+    crossing = BERT.config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
+    model = hf_attn_variants.AttnVariantBertLMHeadModel(crossing)
+    scored = [path for site, path, module in model.named_attentions() if module.self.score is not None]
+    assert len(scored) == 2 and all(path.endswith("crossattention") for path in scored)
+    both = ("num_key_value_heads", "encoder_num_key_value_heads")
+    assert score_parts(T5.config(**ADDITIVE), both) == ["additive scores"]
+    assert score_parts(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
+    text = summary(T5.config(**PLACES["encoder_"]), both, "T5", None, ())
+    assert "additive scores in the encoder's attention" in text
+    with pytest.raises(ValueError, match=r"other scores than dot products \(`cross_score_function` is 'additive'\)"):
+        convert(T5.model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
+    with pytest.raises(ValueError, match='cross_score_function="additive" cannot run under attn_implementation="flex'):
+        hf_attn_variants.AttnVariantT5Model._from_config(
+            T5.config(**PLACES["cross_"]), attn_implementation="flex_attention"
+        )

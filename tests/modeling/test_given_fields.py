@@ -6,7 +6,8 @@ import hypothesis
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BERT, T5, token_ids
+from architectures import ARCHITECTURES, BERT, token_ids
+from fixtures.field_values import FIELDS, beside_field, of_host, value_of
 from hypothesis import strategies
 from relatives import RELATIVES
 
@@ -20,47 +21,6 @@ pytestmark = pytest.mark.cross_product
 ROWS = (*ARCHITECTURES, *RELATIVES)
 EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 PREFIXES = ("encoder_", "decoder_", "cross_")
-FIELDS = tuple(T5.config_class.variant_fields())
-
-WINDOW = {"attention_pattern": "sliding_window", "attention_window": 6}
-RANDOM = {"attention_pattern": "random_blocks", "attention_block_size": 2, "num_random_blocks": 1}
-TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
-FAVOR = {"attention_kernel": "favor"}
-# Of each field a value, and fields beside which it may mean something; alone it is tried too.
-VALUES = {
-    "num_key_value_heads": (1, {}),
-    "kv_lora_rank": (8, {}),
-    "per_layer_values": ({"num_key_value_heads": [1, 2]}, {}),
-    "talking_heads": ("both", {}),
-    "num_softmax_heads": (6, TALKING),
-    "num_value_heads": (6, TALKING),
-    "talking_heads_init": ("random", {"talking_heads": "both"}),
-    "talking_heads_dynamic": (["x2l"], TALKING),
-    "attention_pattern": ("local_blocks", {"attention_pattern": "strided", "attention_block_size": 3}),
-    "attention_window": (4, WINDOW),
-    "attention_dilation": (2, WINDOW),
-    "num_global_tokens": (2, WINDOW),
-    "attention_block_size": (3, RANDOM),
-    "num_random_blocks": (2, RANDOM),
-    "attention_seed": (7, RANDOM),
-    "num_summary_tokens": (2, {"attention_pattern": "fixed", "attention_block_size": 3, "num_summary_tokens": 1}),
-    "split_attention_heads": (True, {"attention_pattern": "strided", "attention_block_size": 3}),
-    "position_embedding_type": ("sinusoidal", {}),
-    "score_function": ("additive", {}),
-    "attention_kernel": ("elu", {}),
-    "attention_kernel_features": (5, FAVOR),
-    "attention_kernel_seed": (3, FAVOR),
-}
-
-
-def of_host(row, **fields):
-    """A tiny configuration's keywords; stacks of equal heads, and no bias by distance where a kernel needs that."""
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if fields.get("talking_heads") and "encoder_attention_heads" in row.tiny:
-        fields["encoder_attention_heads"] = 12
-    if any(name.endswith("attention_kernel") and "cross" not in name for name in fields) and "t5" in row.name:
-        fields.setdefault("position_embedding_type", "sinusoidal")
-    return fields
 
 
 def made(row, **fields):
@@ -87,21 +47,16 @@ def differ(one, other):
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("alone", [False, True], ids=["", "alone"])
 def test_every_field_changes_something_or_is_refused(row, field, alone):
-    prefix = next((each for each in ("encoder_", "cross_") if field.startswith(each)), "")
-    value, beside = VALUES[field.removeprefix(prefix)]
-    if field == "per_layer_values" and row.name == "albert":
-        value = {"num_key_value_heads": [1]}
-    shared = ("talking_heads", "talking_heads_init", "attention_kernel_features", "attention_kernel_seed")
-    beside = {} if alone else {name if name in shared else prefix + name: each for name, each in beside.items()}
+    value, beside = value_of(row, field), {} if alone else beside_field(field)
     if field not in row.config_class.variant_fields():
-        assert prefix
+        assert field.startswith(("encoder_", "cross_"))
         with pytest.raises(ValueError, match=f"`{field}` is not a field of .*did you mean"):
             row.config(**{field: value})
         return
     try:
         changed = made(row, **beside | {field: value})
     except ValueError as error:
-        is_none = prefix == "cross_" and "encoder_talking_heads" not in row.config_class.variant_fields()
+        is_none = field.startswith("cross_") and "encoder_talking_heads" not in row.config_class.variant_fields()
         assert f"`{field}" in str(error) and (alone or field in MAY_BE_REFUSED or is_none), error
         return
     assert differ(
@@ -126,10 +81,8 @@ def test_what_nothing_reads_is_refused(row):
     ):
         with pytest.raises(ValueError, match=message):
             row.config(**fields)
-    for name in ("d_v", "v_head_dim", "value_head_dim"):
-        with pytest.raises(
-            ValueError, match=f"`{name}` is not a field of .*: the size of values cannot be chosen yet"
-        ):
+    for name in (*SIZES_OF_VALUES, "decoder_d_v", "encoder_value_head_dim"):
+        with pytest.raises(ValueError, match=f"`{name}` is not a field of .*: did you mean `value_head_dim`"):
             row.config(**{name: 4})
 
 
@@ -238,7 +191,7 @@ def test_what_is_stored_and_does_nothing_is_one_warning(row, tmp_path, said):
 def test_conversions_and_overrides_say_what_is_meant(tmp_path, said):
     upstream = BERT.upstream_model("BertModel")
     for name in ("encoder_talking_heads", "talking_head", "d_v"):
-        with pytest.raises(ValueError, match=f"`{name}` is not a field of .*(did you mean|cannot be chosen)"):
+        with pytest.raises(ValueError, match=f"`{name}` is not a field of .*did you mean"):
             convert(upstream, **{name: 4})
         with pytest.raises(ValueError, match=f"--config_overrides: `{name}` is not a field of"):
             _check_names({name: 4}, upstream.config, BERT.config_class)

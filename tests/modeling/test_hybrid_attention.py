@@ -31,7 +31,7 @@ def short_blocks(monkeypatch):
 def attention(window, groups=2, causal=False):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
-    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
     install_kernel(module, hybrid_kernel.Hybrid(9, causal, 3, window))
     init_kernel(module)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_state_goes_on_where_it_ended():
         sizes.add(tuple(each.shape for each in state))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=1e-5, rtol=0)
     assert len(sizes) == 1
-    assert sum(each[0].numel() for each in state[:3]) == module.kernel.state_numbers(2, D)
+    assert sum(each[0].numel() for each in state[:3]) == module.kernel.state_numbers(module.heads)
 
 
 @BOTH_WAYS

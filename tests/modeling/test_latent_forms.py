@@ -59,7 +59,7 @@ def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, v
 
 
 def heads_of(query, key, value, output, implementation=EAGER, **projections):
-    heads = AttentionHeads(query, key, value, query, output, DIM, RANK)
+    heads = AttentionHeads(query, key, value, query, output, DIM, DIM, RANK)
     module = SimpleNamespace(
         heads=heads,
         implementation=implementation,

@@ -24,7 +24,7 @@ ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for 
 def test_rows_are_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
-    module.heads = AttentionHeads(4, groups, groups, 4, 4, 6)
+    module.heads = AttentionHeads(4, groups, groups, 4, 4, 6, 6)
     install_kernel(module, Linformer(7, False, 0, length=20))
     init_kernel(module)
     assert module.length_proj.equal(segment_means(7, 20))
@@ -86,7 +86,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
 
 def test_longer_texts_are_refused():
     module = nn.Linear(1, 1)
-    module.heads = AttentionHeads(1, 1, 1, 1, 1, 2)
+    module.heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
     install_kernel(module, Linformer(2, False, 0, length=4))
     states = torch.randn(1, 1, 5, 2)
     with pytest.raises(ValueError, match="reads 4 tokens at most, for which it has learned projections; got 5"):

@@ -37,7 +37,7 @@ def attention(name, groups=2, causal=False, dtype=torch.float32):
     """A module with a kernel whose parameters are moved off their beginning."""
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
-    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
     install_kernel(module, kernel_class(name)(9, causal, 3))
     init_kernel(module)
     with torch.no_grad():

@@ -24,7 +24,7 @@ def prefixed(fields):
 @pytest.mark.parametrize("groups", [4, 2])
 def test_short_keys_and_values_are_the_formulas(length, groups):
     torch.manual_seed(0)
-    compression = MemoryCompression(groups, groups, D, 3, torch.empty(0))
+    compression = MemoryCompression(groups, groups, D, D, 3, torch.empty(0))
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((4, 7), (groups, length), (groups, length))]
     for parameter in compression.parameters():
         torch.nn.init.normal_(parameter)

@@ -321,7 +321,8 @@ def test_code_of_0_1_0_refuses_what_it_would_build_otherwise(tmp_path):
         for name in names:
             (tmp_path / "old" / Path(name).name).write_bytes(archive.extractfile(name).read())
     (tmp_path / "old" / "__init__.py").touch()
-    configs = [T5.config(talking_heads="both"), *(T5.config(**fields_of(T5, case)) for case in CASES)]
+    late = [fields_of(T5, case) for case in CASES] + [{"value_head_dim": 5}, {"cross_score_function": "additive"}]
+    configs = [T5.config(talking_heads="both"), *(T5.config(**fields) for fields in late)]
     lines = "\n".join(json.dumps(config.to_dict()) for config in configs)
     command = [sys.executable, "-c", OLD_CODE, tmp_path]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path)

@@ -171,8 +171,8 @@ def test_a_configuration_of_a_later_format_is_refused(tmp_path):
     assert config.to_dict()["attn_variants_format"] == 2
     values = config.to_dict()
     assert type(config).from_dict({k: v for k, v in values.items() if k != "attn_variants_format"}).to_dict() == values
-    for wrong in (4, 0, "1", None, True):
-        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 3"):
+    for wrong in (5, 0, "1", None, True):
+        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 4"):
             type(config).from_dict(values | {"attn_variants_format": wrong})
 
 

@@ -22,6 +22,7 @@ TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
 # A value of each field, and what it needs beside it, without a prefix.
 GIVEN = {
     "num_key_value_heads": (2, {}),
+    "value_head_dim": (5, {}),
     "kv_lora_rank": (8, {}),
     "per_layer_values": ({"num_key_value_heads": [1, 2]}, {}),
     "talking_heads": ("both", {}),

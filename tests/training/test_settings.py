@@ -9,7 +9,18 @@ import pytest
 from transformers.trainer_utils import SchedulerType
 
 from hf_attn_variants.cli import COMMANDS
-from hf_attn_variants.commands import glue, ner, pretrain, pretrain_t5, seq2seq, squad, uptrain
+from hf_attn_variants.commands import (
+    classify,
+    glue,
+    multiple_choice,
+    ner,
+    pretrain,
+    pretrain_t5,
+    seq2seq,
+    squad,
+    superglue,
+    uptrain,
+)
 from hf_attn_variants.training.engine.options import fields_by_group
 from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings
 from hf_attn_variants.training.glue.settings import GlueSettings
@@ -18,6 +29,9 @@ from hf_attn_variants.training.seq2seq.settings import Seq2SeqSettings
 
 NEEDED = {
     glue: ["--task_name", "stsb"],
+    superglue: ["--task_name", "cb"],
+    classify: ["--train_file", "a"],
+    multiple_choice: ["--train_file", "a"],
     squad: [],
     ner: ["--train_file", "a", "--validation_file", "b"],
     seq2seq: ["--source_file", "a", "--target_file", "b"],

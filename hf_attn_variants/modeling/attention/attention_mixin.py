@@ -12,11 +12,13 @@ from ..ops.variant_attention import AttentionHeads, VariantAttention, implementa
 from ..upstream import Arguments, check_attributes, known_imports, upstream_class
 from ..upstream_checks import check_attention_function
 from ..variant_names import EAGER, SDPA
+from .attention_interface import attention_function
 from .decoder_caches import prepare_cache
-from .latent_attention import attend_to_latent, shared_latent
+from .latent_attention import attend_to_latent, keys_and_values, shared_latent
 
 with known_imports():
     from transformers import initialization as init
+    from transformers.cache_utils import EncoderDecoderCache
 
 __all__ = ["AttentionVariantMixin"]
 
@@ -62,6 +64,8 @@ class AttentionVariantMixin(_Attention):
         check_attributes(self, ("config", *self.upstream_attributes))
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
+        # Upstream takes values to be as wide as keys.
+        self.projects_itself = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
         shapes = projection_shapes(heads, query_dim, memory_dim)
         self.projection_names = tuple(shapes)
@@ -133,7 +137,7 @@ class AttentionVariantMixin(_Attention):
             for name in self.dynamic_names
         }
 
-    def from_latent(
+    def attend_by_maps(
         self,
         maps: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
@@ -143,21 +147,54 @@ class AttentionVariantMixin(_Attention):
         cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of all heads [b, n, h_v d], and the weights if asked for, of an attention with a latent.
+        """Return the outputs of all heads [b, n, h_v d_v], and the weights if asked for.
+
+        In the place of upstream's forward, for an attention that `projects_itself`: with a latent, or with values of
+        another size than keys.
 
         Args:
             maps: those of queries, keys and values.
             mask: as in `attention_with_weights`.
             dropout: the probability that a weight is dropped in training.
-            states, memory, cache: as for `latent_of`.
+            states, memory, cache: as for `latent_of` and `keys_and_values_of`.
             options: further arguments of the attention function.
         """
         query_map, key_map, value_map = maps
         query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
-        latent, layer = self.latent_of(states, memory, cache)
         options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
-        output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
+        if self.heads.rank is None:
+            key, value = self.keys_and_values_of((key_map, value_map), states, memory, cache)
+            output, weights = attention_function(self.implementation)(self, query, key, value, mask, **options)
+        else:
+            latent, layer = self.latent_of(states, memory, cache)
+            output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
         return output.flatten(2), weights
+
+    def keys_and_values_of(
+        self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, memory: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys [b, k, m, d] and values [b, k, m, d_v], those in the cache before those of this call.
+
+        Args:
+            maps: those of keys and of values.
+            states: the inputs of self-attention [b, n, D].
+            memory: those of cross-attention, whose keys and values are made once; else None.
+            cache: the cache that this call reads and writes, if any.
+        """
+        is_cross_attention = memory is not None
+        seen: dict[int, bool] = {}
+        if isinstance(cache, EncoderDecoderCache):
+            seen = cache.is_updated if is_cross_attention else seen
+            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+        if seen and seen.get(self.layer_idx):
+            # The memory does not change between decoding steps.
+            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        memory = states if memory is None else memory
+        key, value = keys_and_values(memory, maps, self.heads.head_dim, self.heads.value_dim)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            seen[self.layer_idx] = True
+        return key, value
 
     def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
         """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it.

@@ -80,14 +80,14 @@ class AttentionSite:
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
     def heads(self, config: Any, path: str) -> AttentionHeads:
-        """Return the head counts, rank and talking heads that a configuration gives the attention at this path."""
+        """Return the heads that a configuration gives the attention at this path, its rank and how its heads talk."""
         layer = self.layer(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
         talking = config.talking_heads_of(self.place_prefix, layer)
         value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
-        head_dim = config.attention_head_dim(self.kv_heads_field)
-        counts = (query, key, value, talking.softmax, talking.output, head_dim, rank)
+        sizes = (config.attention_head_dim(self.kv_heads_field), config.attention_value_dim(self.kv_heads_field))
+        counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
     def reach(self, config: Any, path: str, is_causal: bool) -> Any:

@@ -115,21 +115,21 @@ def attend_to_latent(
         query: [b, h_k, n, d]; of several beams a memory, the beams of a sentence follow each other.
         latent: c, [b, 1, m, r].
         mask: as in `attention_with_weights`.
-        maps: W_k [k d, r] and W_v [k d, r] with their biases.
+        maps: W_k [k d, r] and W_v [k d_v, r] with their biases.
         layer: of a cache that holds this latent for good (cross-attention), where keys and values of a short one may
             be kept beside it.
         options: the further arguments of the attention function; its scaling is of queries of d numbers.
 
     Returns:
-        The outputs [b, n, h_v, d], and the weights [b, h_v, n, m] where the implementation gives them.
+        The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] where the implementation gives them.
     """
     attend = attention_function(module.implementation)
     if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
-        key, value = _kept_expanded(module, latent, maps, layer, query.shape[-1])
+        key, value = _kept_expanded(module, latent, maps, layer)
     elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
     else:
-        key, value = keys_and_values(latent[:, 0], maps, query.shape[-1])
+        key, value = keys_and_values(latent[:, 0], maps, module.heads.head_dim, module.heads.value_dim)
     return attend(module, query, key, value, mask, **options)
 
 
@@ -179,21 +179,32 @@ def holds_latent(cache: Any) -> bool:
 
 
 def keys_and_values(
-    memory: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int
+    memory: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values [b, k, m, d] that maps make from a latent, or another memory, [b, m, r]."""
-    key, value = (states(memory).unflatten(-1, (-1, head_dim)).transpose(1, 2) for states in maps)
+    """Return the keys [b, k, m, d] and values [b, k, m, d_v] that maps make from a latent, or another memory.
+
+    Args:
+        memory: [b, m, r].
+        maps: those of keys and of values.
+        head_dim: d.
+        value_dim: d_v; None = d.
+    """
+    sizes = (head_dim, head_dim if value_dim is None else value_dim)
+    key, value = (
+        states(memory).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(maps, sizes, strict=True)
+    )
     return key, value
 
 
 def _kept_expanded(
-    module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any, head_dim: int
+    module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kept = vars(layer).setdefault(EXPANDED, {})
     found = kept.get(module.layer_idx)
     # Beams that were reordered or repeated have another latent.
     if found is None or found[0] is not latent:
-        found = kept[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, head_dim))
+        sizes = (module.heads.head_dim, module.heads.value_dim)
+        found = kept[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, *sizes))
     return found[1:]
 
 
@@ -216,12 +227,13 @@ def absorbs(
     memories, _, memory_length, rank = latent.shape
     if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
+    numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # of all query and all value heads
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
-    rows = batch * length * heads
+    rows = batch * length
     read = memory_length if module.reach is None else module.reach.keys_read(memory_length)
-    absorbed = rows * rank * (head_dim + read)
-    expanded = memories * memory_length * rank * kv_size + rows * read * head_dim
+    absorbed = rows * rank * (numbers + heads * read)
+    expanded = memories * memory_length * rank * kv_size + rows * read * numbers
     return absorbed < expanded
 
 
@@ -242,15 +254,15 @@ def _absorbed(
     maps: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    head_dim, (_, value_map) = query.shape[-1], maps
-    query = by_head(query, maps[0].weight, head_dim)
+    (key_map, value_map), value_dim = maps, module.heads.value_dim
+    query = by_head(query, key_map.weight, query.shape[-1])
     bias: torch.Tensor | None = value_map.bias
     sums_weights = _sums_weights(module, value_map, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
+    output = by_head(output.transpose(1, 2), value_map.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
-        bias = bias.view(-1, head_dim).repeat_interleave(output.shape[2] * head_dim // bias.shape[0], dim=0)
+        bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
         sums = _reads_anything(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)  # [b, h_v, n]
         output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)

@@ -17,6 +17,7 @@ from ..fields.loading_checks import (
     check_implementation,
     warn_of_positions,
 )
+from ..fields.score_fields import score_name
 from ..fields.talking_fields import keeps_cache
 from ..fields.variant_config import can_cache
 from ..host_trial import try_host
@@ -259,8 +260,8 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     rank = width if heads.rank is None else heads.rank
     resized = [
         _resize(module, site.key, rank, heads.key * heads.head_dim),
-        _resize(module, site.value, rank, heads.value * heads.head_dim),
-        _resize(module, site.output, in_features=heads.output * heads.head_dim),
+        _resize(module, site.value, rank, heads.value * heads.value_dim),
+        _resize(module, site.output, in_features=heads.output * heads.value_dim),
     ]
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
@@ -272,7 +273,8 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     # The encoder's outputs are there in each step, of which cross-attention makes its terms; what a latent was made of
     # them, layers share and a cache alone has.
     core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
+    core.score = score_of(core, heads, score_name(model.config, site.place_prefix))
+    core.compression = compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal))

@@ -17,6 +17,7 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
         cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. None = as these say; "none" as
             `cross_talking_heads` = none, whatever they say.
+        cross_score_function: `score_function` of cross-attention, likewise.
     """
 
     cross_talking_heads: str | None = variant_field("cross_talking_heads")
@@ -24,6 +25,7 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
     cross_num_value_heads: int | None = variant_field("cross_num_value_heads")
     cross_talking_heads_init: str | None = variant_field("cross_talking_heads_init")
     cross_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("cross_talking_heads_dynamic")
+    cross_score_function: str | None = variant_field("cross_score_function")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -41,7 +43,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
         encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
-        encoder_talking_heads_dynamic: as `cross_talking_heads` and the others, for the encoder.
+        encoder_talking_heads_dynamic, encoder_score_function: as those with `cross_`, of the encoder.
         encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
@@ -56,6 +58,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
     encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
     encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
+    encoder_score_function: str | None = variant_field("encoder_score_function")
     encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
     encoder_attention_window: int | None = variant_field("encoder_attention_window")
     encoder_attention_dilation: int = variant_field("encoder_attention_dilation")

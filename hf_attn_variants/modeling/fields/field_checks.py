@@ -18,7 +18,6 @@ __all__ = [
     "check_format",
     "check_head_size",
     "check_position_type",
-    "check_score_function",
     "check_size",
     "check_value_groups",
     "checked_count",
@@ -26,6 +25,7 @@ __all__ = [
     "checked_kv_heads",
     "checked_rank",
     "checked_talking_heads",
+    "checked_value_head_dim",
     "nearest",
     "without_prefix",
     "wrong_kinds_explained",
@@ -40,7 +40,7 @@ NONE = "none"
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
 
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
-MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
+MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
 # What names of one stack's fields, or of cross-attention's, begin with; and how many letters a name may be off.
 STACK_NAMES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
@@ -262,6 +262,22 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, 
         )
 
 
+def checked_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
+    """Return the size of a value head; None where it is that of the query and key heads.
+
+    Args:
+        value: as given.
+        head_dims: d of each stack.
+
+    Raises:
+        ValueError: unless it is a whole number from 1 to `MAX_HEAD_DIM`.
+    """
+    if value is None:
+        return None
+    check_size("value_head_dim", value, 1, MAX_HEAD_DIM)
+    return None if set(head_dims) == {value} else value
+
+
 def check_position_type(value: str | None, known: Sequence[str | None], model_type: str) -> None:
     """Check the kind of positions that a model of this type has.
 
@@ -303,28 +319,6 @@ def check_format(value: Any) -> None:
             f"`attn_variants_format` must be 1 to {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}; got "
             f"{value!r}. A larger number is a newer release's: install that one ({SOURCE})."
         )
-
-
-def check_score_function(config: Any) -> None:
-    """Check the score of a configuration.
-
-    Raises:
-        ValueError: unless it is None or "additive", and beside a kernel in the softmax's place, which has no scores.
-    """
-    value = config.score_function
-    if value not in (None, "additive"):
-        reasons = {
-            "dot": ": the dot product is None",
-            "general": ": a dot product whose query map is learned is as general as q^T W k",
-        }
-        reason = reasons.get(value, "") if isinstance(value, str) else ""
-        raise ValueError(f'`score_function` must be None or "additive"; got {value!r}{reason}.')
-    for name in ("attention_kernel", "encoder_attention_kernel", "cross_attention_kernel"):
-        if value is not None and getattr(config, name, None) is not None:
-            raise ValueError(
-                f"`score_function` and `{name}` cannot stand together: a kernel has no scores; got {value!r} and "
-                f"{getattr(config, name)!r}."
-            )
 
 
 @contextmanager

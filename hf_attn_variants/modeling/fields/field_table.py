@@ -11,7 +11,7 @@ from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.patterns.pattern_table import PATTERNS
 from .field_checks import DYNAMIC_PROJECTIONS, NONE, TALKING_HEADS, TALKING_HEADS_INITS
 
-__all__ = ["FIELDS", "Field", "row_of", "variant_field"]
+__all__ = ["FIELDS", "LATE_FIELDS", "Field", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):
@@ -127,6 +127,14 @@ FIELDS = (
         prefixes=STACKS,
         facts=("by_layer",),
         query_heads="num_attention_heads",
+    ),
+    Field(
+        "value_head_dim",
+        int,
+        "size of the value heads of all attentions, where it is not that of the query and key heads",
+        facts=("from_scratch",),
+        card="numbers of a value head",
+        unknown_upstream="value heads of another size than keys",
     ),
     Field(
         "kv_lora_rank",
@@ -287,14 +295,18 @@ FIELDS = (
         "score_function",
         str,
         "scores, where they are no dot products",
+        prefixes=ALL,
         choices=("additive",),
         facts=("from_scratch",),
+        inherits=True,
         unknown_upstream="additive scores",
     ),
 )
 
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
+# Fields that 0.1.0 does not know, nor the number of a format: they are stored where they say something alone.
+LATE_FIELDS = ("value_head_dim", *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits))
 
 
 def row_of(name: str) -> tuple[str, Field]:

@@ -15,20 +15,25 @@ from transformers.utils import logging
 from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..ops.reach import MAX_SIZE
-from ..variant_names import COUNTS_TOKENS
+from ..variant_names import COUNTS_TOKENS, SCORES_BY_PLACE, SIZES_VALUES, TALKS_BY_PLACE
 from .field_checks import nearest, without_prefix
+from .field_table import LATE_FIELDS, row_of
 from .kernel_fields import KernelFields
 from .layer_values import without_layer_values
-from .talking_fields import keeps_cache, talking_places, talks
+from .score_fields import score_fields
+from .talking_fields import differs_by_place, keeps_cache, talking_places, talks
 
 __all__ = [
     "UNSAID",
     "check_idle",
+    "format_of",
     "named_fields",
     "quietly",
     "reading",
     "settled_format",
+    "stored_values",
     "without_replaced",
+    "without_same_size",
     "wrong_name",
 ]
 
@@ -44,8 +49,8 @@ class _Unsaid(int):
 UNSAID = _Unsaid(COUNTS_TOKENS)
 
 KERNEL_FIELDS = tuple(f"{prefix}attention_kernel" for prefix in PREFIXES)
-# What other code calls the size of values, which is that of queries and keys here.
-SIZES_OF_VALUES = ("d_v", "v_head_dim", "value_head_dim", "v_head_size", "value_head_size")
+# What other code calls `value_head_dim`.
+SIZES_OF_VALUES = ("d_v", "v_dim", "v_head_dim", "v_head_size", "value_dim", "value_head_size")
 
 
 class _Reading(NamedTuple):
@@ -144,11 +149,11 @@ def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _idle_twins(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of talking heads in one place that have nothing to do there, as `_idle_fields` does."""
+    """Yield the fields of one place that have nothing to do there, as `_idle_fields` does."""
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
     for prefix in talking_places(config)[1:]:
-        given = [name for name in config.talking_fields() if name.startswith(prefix)]
-        given = [name for name in given if getattr(config, name) is not None]
+        names = [name for name in LATE_FIELDS if name.startswith(prefix)]
+        given = [name for name in names if getattr(config, name, None) is not None]
         for name in given:
             value = getattr(config, name)
             if prefix == "cross_" and not has_cross:
@@ -187,19 +192,19 @@ def wrong_name(config_class: Any, name: str) -> str | None:
     prefix, bare = without_prefix(name.lower(), known)
     if hasattr(config_class, name) or {name, bare} & _upstream_names():
         return None
-    begin = f"`{name}` is not a field of {config_class.__name__}"
-    if name.lower() in SIZES_OF_VALUES:
-        return f"{begin}: the size of values cannot be chosen yet, they are as wide as queries and keys."
-    if (meant := nearest(name, known)) is None:
+    meant = "value_head_dim" if bare in SIZES_OF_VALUES else nearest(name, known)
+    if meant is None:
         return None
     note = ""
-    if prefix and bare == meant:
+    if prefix and bare in (meant, *SIZES_OF_VALUES):
         if f"encoder_{meant}" not in known and hasattr(config_class, "encoder_decoder_layers"):
             note = " It is of all attentions, the encoder's, the decoder's and cross-attention."
         elif hasattr(config_class, "encoder_decoder_layers"):
             note = " Without a prefix it is the decoder's."
             note += " Cross-attention has none of its own." if prefix == "cross_" else ""
-    return f"{begin}: did you mean `{meant}` ({known[meant]})?{note}"
+        if prefix == "cross_" and "pattern" in row_of(meant)[1].facts:
+            note += " Cross-attention reads the whole source: near and far are of places in one text."
+    return f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({known[meant]})?{note}"
 
 
 def _upstream_names() -> set[str]:
@@ -211,6 +216,28 @@ def _upstream_names() -> set[str]:
         found |= {each.name for each in fields(host) if "variant" not in each.metadata}
         found |= {*getattr(host, "attribute_map", ())}
     return found
+
+
+def format_of(config: Any) -> int:
+    """Return the number of the format that a configuration has to say: code that does not know its fields refuses it.
+
+    Raises:
+        ValueError: where the fields need a later one than the configuration asks for.
+    """
+    needed, what = 0, ""
+    if differs_by_place(config):
+        needed, what = TALKS_BY_PLACE, "heads that talk by place or layer"
+    if any(getattr(config, field) is not None for prefix, field in score_fields(config).items() if prefix):
+        needed, what = SCORES_BY_PLACE, "scores by place"
+    if config.value_head_dim is not None:
+        needed, what = SIZES_VALUES, "values of another size than keys (`value_head_dim`)"
+    said = config.attn_variants_format
+    if needed and said < COUNTS_TOKENS:
+        raise ValueError(
+            f"{what} are of `attn_variants_format` {needed}, in which what counts tokens counts from a row's first "
+            f"one; this configuration is of {said}: give `attn_variants_format={needed}` as well."
+        )
+    return needed or min(said, COUNTS_TOKENS)
 
 
 def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
@@ -243,6 +270,17 @@ def _counts_tokens(values: Mapping[str, Any]) -> bool:
     return any(isinstance(each, str) and each in (*counting, *kernels) for each in found)
 
 
+def stored_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values as they are stored: late fields that say nothing are left out.
+
+    One that says something stands among `per_layer_values` too: 0.1.0, which knows neither it nor the number of a
+    format, refuses lists of fields that it does not know, and would build a model without it otherwise.
+    """
+    kept = {name: value for name, value in values.items() if name not in LATE_FIELDS or value is not None}
+    lists = {name: [kept[name]] * config.layer_count(name) for name in LATE_FIELDS if name in kept}
+    return kept | {"per_layer_values": lists | (kept.get("per_layer_values") or {})} if lists else kept
+
+
 def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return what a configuration says, without what newly given fields make void."""
     values = without_layer_values(values, fields)
@@ -252,3 +290,22 @@ def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str
     if "talking_heads_dynamic" not in named or keeps_cache(values.get("talking_heads_dynamic")):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
+
+
+def without_same_size(config_class: Any, values: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given, without a `value_head_dim` that is the size of the heads anyway.
+
+    Args:
+        config_class: of the values.
+        values: what a configuration says, upstream's or ours.
+        given: fields on top of it.
+
+    Raises:
+        ValueError: for a size that no head can have.
+    """
+    if "value_head_dim" not in given:
+        return given
+    with quietly():
+        config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
+    is_same = config.value_head_dim is None
+    return {name: value for name, value in given.items() if not (is_same and name == "value_head_dim")}

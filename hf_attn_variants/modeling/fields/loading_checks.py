@@ -14,6 +14,7 @@ from .field_checks import NONE, checked_rank
 from .given_fields import quietly
 from .kernel_fields import has_kernel
 from .layer_values import value_or_list, without_layer_values
+from .score_fields import score_fields
 from .talking_fields import TalkingHeads, talking_of, talking_places
 
 __all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
@@ -39,7 +40,7 @@ def adds_talking_heads(
         ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
-    shapes = (*config_class.talking_fields(), *config_class.kernel_fields())
+    shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
         wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
@@ -53,6 +54,7 @@ def adds_talking_heads(
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
     _check_kernel_kept(config_class, source, held, wanted)
+    _check_values_kept(config_class, source, held, wanted)
     if not any(_talk(config_class, values) for values in (held, wanted)):
         return frozenset()
     given = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
@@ -130,9 +132,15 @@ def check_implementation(config: Any, implementation: Any) -> None:
     """Check that an attention implementation can compute what a configuration asks for.
 
     Raises:
-        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
+        ValueError: where it would ignore talking heads, a pattern, a score or a kernel, or takes values to be as wide
+            as keys.
     """
-    names = (*(f"{prefix}talking_heads" for prefix in talking_places(config)), "score_function")
+    if config.value_head_dim is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'value_head_dim={config.value_head_dim} cannot run under attn_implementation="{implementation}", whose '
+            'kernels want values of the size of keys: use "sdpa" or "eager".'
+        )
+    names = (*(f"{prefix}talking_heads" for prefix in talking_places(config)), *score_fields(config).values())
     fields = {name: getattr(config, name, None) for name in names}
     ignored = "an attention_pattern" if has_pattern(config) else None
     ignored = "an attention_kernel" if has_kernel(config) else ignored
@@ -203,6 +211,23 @@ def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
                 f"The checkpoint {str(source)!r} has {name}={value!r}, the configuration asks for {other!r}: loading "
                 "neither drops nor resizes what a kernel has learned. Use the checkpoint's own configuration."
             )
+
+
+def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where value heads of another size are wanted than a checkpoint has."""
+    if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
+        return
+    with quietly():
+        found = config_class.from_dict(dict(held))
+        asked = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
+    fields = config_class.kv_heads_fields()
+    sizes = [[config.attention_value_dim(name) for name in fields] for config in (found, asked)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The checkpoint {str(source)!r} has value heads of {sizes[0][0]} numbers, the configuration asks for "
+            f"{sizes[1][0]} (`value_head_dim`): loading does not resize them. Use the checkpoint's own configuration, "
+            "or train a model from scratch."
+        )
 
 
 def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:

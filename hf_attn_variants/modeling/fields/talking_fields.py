@@ -30,7 +30,6 @@ __all__ = [
     "talking_of",
     "talking_places",
     "talks",
-    "without_inherited",
 ]
 
 KIND, SOFTMAX, OUTPUT, INIT, DYNAMIC = (
@@ -94,21 +93,6 @@ def differs_by_place(config: Any) -> bool:
     """Say whether heads talk otherwise in some places or layers than the fields without a prefix say."""
     twins = [prefix + name for prefix in talking_places(config)[1:] for name in NAMES]
     return any(getattr(config, name) is not None for name in twins) or bool(_listed(config, talking_places(config)))
-
-
-def without_inherited(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values as they are stored, without the twins that only inherit.
-
-    A twin that says something stands among `per_layer_values` too: 0.1.0, which knows neither it nor the number of a
-    format, refuses lists of fields that it does not know, and would build a model without it otherwise.
-    """
-    twins = [prefix + name for prefix in talking_places(config)[1:] for name in NAMES]
-    kept = {name: value for name, value in values.items() if name not in twins or value is not None}
-    given = [name for name in twins if name in kept]
-    if not given:
-        return kept
-    lists = {name: [kept[name]] * config.layer_count(name) for name in given}
-    return kept | {"per_layer_values": lists | (kept.get("per_layer_values") or {})}
 
 
 def checked_talking_value(config: Any, name: str, value: Any) -> Any:

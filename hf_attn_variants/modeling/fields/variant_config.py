@@ -12,27 +12,29 @@ from transformers import PreTrainedConfig
 
 from ..peft_tables import tell_peft
 from ..upstream_checks import check_configurations
-from ..variant_names import COUNTS_TOKENS, EAGER, SDPA, TALKS_BY_PLACE
+from ..variant_names import COUNTS_TOKENS, EAGER, SDPA
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
     check_format,
     check_head_size,
     check_position_type,
-    check_score_function,
     check_size,
     checked_count,
     checked_kv_heads,
     checked_rank,
+    checked_value_head_dim,
     wrong_kinds_explained,
 )
 from .field_table import variant_field
 from .given_fields import (
     UNSAID,
     check_idle,
+    format_of,
     named_fields,
     reading,
     settled_format,
+    stored_values,
     without_replaced,
     wrong_name,
 )
@@ -40,16 +42,15 @@ from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
+from .score_fields import check_scores
 from .talking_fields import (
     TalkingHeads,
     check_talking_heads,
-    differs_by_place,
     dynamic_terms,
     keeps_cache,
     talking_of,
     talking_places,
     talks,
-    without_inherited,
 )
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
@@ -65,6 +66,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
             = GQA. Stored as an int.
+        value_head_dim: d_v, the size of the value heads of all attentions (v beside k in arXiv 1911.02150). None = d,
+            that of the query and key heads. Of models from scratch.
         kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
             and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
             no parameter. None = keys and values are made from the input and kept.
@@ -88,7 +91,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
         score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
         attn_variants_format: the number of the format of these fields. 1: what counts tokens (blocks, global tokens,
-            linformer's columns) counts from a padded row's beginning; 2: from its first token.
+            linformer's columns) counts from a padded row's beginning; 2: from its first token; 3 and 4: as 2, of
+            heads that talk by place and of values of another size, which earlier code refuses so.
 
     Raises:
         ValueError: for a value that breaks a rule or does nothing, or a keyword that is nearly the name of one of
@@ -106,6 +110,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
     num_key_value_heads: int | None = variant_field("num_key_value_heads")
+    value_head_dim: int | None = variant_field("value_head_dim")
     kv_lora_rank: int | None = variant_field("kv_lora_rank")
     per_layer_values: dict[str, list[LayerValue]] | None = variant_field("per_layer_values")
     talking_heads: str | None = variant_field("talking_heads")
@@ -163,28 +168,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
             setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
+        head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
+        self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
-        self._settle_talking_format()
+        self.attn_variants_format = format_of(self)
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
-        check_score_function(self)
+        check_scores(self)
         check_kernels(self)
         check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
-
-    def _settle_talking_format(self) -> None:
-        """Say the format that heads by place or layer need: code that knows no such fields refuses its number."""
-        if not differs_by_place(self):
-            self.attn_variants_format = min(self.attn_variants_format, COUNTS_TOKENS)
-            return
-        if self.attn_variants_format < COUNTS_TOKENS:
-            raise ValueError(
-                f"heads that talk by place or layer are of `attn_variants_format` {TALKS_BY_PLACE}, in which what "
-                "counts tokens counts from a row's first one; this configuration is of "
-                f"{self.attn_variants_format}: give `attn_variants_format={TALKS_BY_PLACE}` as well."
-            )
-        self.attn_variants_format = max(self.attn_variants_format, TALKS_BY_PLACE)
 
     @classmethod
     def variant_fields(cls) -> dict[str, str]:
@@ -329,10 +323,14 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             return cls(**(without_replaced(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d, the size of one query, key and value head where this field counts the key/value heads."""
+        """Return d, the size of one query and key head where this field counts the key/value heads."""
         if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
+
+    def attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return d_v, the size of one value head there."""
+        return self.attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property
     def _attn_implementation(self) -> Any:
@@ -368,7 +366,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the configuration as upstream does, without fields that only inherit another's value."""
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
         tell_peft(type(self))
-        return without_inherited(self, super().to_dict())
+        return stored_values(self, super().to_dict())
 
 
 def can_cache(config: Any) -> bool:

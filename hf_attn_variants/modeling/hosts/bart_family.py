@@ -56,11 +56,11 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
         states, memory, cache, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
-        if self.heads.rank is None:
+        if not self.projects_itself:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps = (self.q_proj, self.k_proj, self.v_proj)
-        output, weights = self.from_latent(
+        output, weights = self.attend_by_maps(
             maps, states, mask, self.dropout, memory=memory, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

@@ -49,21 +49,29 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, cache, kwargs)
-        if self.heads.rank is None:
+        if not self.projects_itself:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.from_latent(maps, states, mask, dropout, cache=cache, **others, **dynamic)
+        return self.attend_by_maps(maps, states, mask, dropout, cache=cache, **others, **dynamic)
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     """The same of their cross-attention."""
 
-    roles = ("states", "memory", "cache")
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+
+    roles = ("states", "memory", "mask", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
-        states, memory, cache = self.arguments.read(args, kwargs)
+        states, memory, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
-        return super().forward(*args, **kwargs, **dynamic)
+        if not self.projects_itself:
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        maps, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.attend_by_maps(maps, states, mask, dropout, memory=memory, cache=cache, **others, **dynamic)

@@ -46,12 +46,12 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `AlbertAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
-        if self.heads.rank is None:
+        if not self.projects_itself:
             upstreams: Any = super()
             return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)
+        output, weights = self.attend_by_maps(maps, states, mask, dropout, **others, **dynamic)
         output = self.output_dropout(self.dense(output))
         return self.LayerNorm(states + output), weights
 

@@ -42,12 +42,12 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
         """Attend within hidden states [b, n, dim]; arguments of upstream's `DistilBertSelfAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
-        if self.heads.rank is None:
+        if not self.projects_itself:
             upstreams: Any = super()
             return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
-        output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)
+        output, weights = self.attend_by_maps(maps, states, mask, dropout, **others, **dynamic)
         return self.out_lin(output), weights
 
 

@@ -23,7 +23,6 @@ from ..upstream import check_attributes, check_method, known_imports, upstream_c
 
 with known_imports():
     from transformers import initialization as init
-    from transformers.cache_utils import EncoderDecoderCache
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
 
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     class _Attention(SummingAttention):
         compute_bias: Any
         is_decoder: bool
-        key_value_proj_dim: int
         q: nn.Linear
         o: nn.Linear
 else:
@@ -83,7 +81,6 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         "has_relative_attention_bias",
         "is_causal",
         "is_decoder",
-        "key_value_proj_dim",
         "layer_idx",
         "relative_attention_max_distance",
         "relative_attention_num_buckets",
@@ -114,8 +111,13 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialise the talking-heads parameters, and the bias of summaries as upstream does the tokens'."""
+        """Initialise the talking-heads parameters, and the bias of summaries as upstream does the tokens'.
+
+        Where values have another size than keys, the output map is drawn by upstream's rule for what it reads.
+        """
         super().init_projections()
+        if self.heads.value_dim != self.heads.head_dim:
+            init.normal_(self.o.weight, mean=0.0, std=self.config.initializer_factor * self.o.in_features**-0.5)
         if hasattr(self, "global_relative_attention_bias"):
             std = self.config.initializer_factor * self.config.d_model**-0.5
             init.normal_(self.global_relative_attention_bias.weight, mean=0.0, std=std)
@@ -142,9 +144,9 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # a number, or a tensor of one
-        query = self._heads(self.q(states))  # [b, h_k, n, d]
+        query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
-            key, value = self._keys_and_values(states, memory, cache)  # [b, k, m, d]
+            key, value = self.keys_and_values_of((self.k, self.v), states, memory, cache)
             memory_length = key.shape[2]
         else:
             latent, layer = self.latent_of(states, memory, cache)  # [b, 1, m, r]
@@ -173,28 +175,6 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         else:
             output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
         return self.o(output.flatten(2)), position_bias, weights
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = states.shape
-        return states.view(batch, length, -1, self.key_value_proj_dim).transpose(1, 2)
-
-    def _keys_and_values(
-        self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_cross_attention = memory is not None
-        seen: dict[int, bool] = {}
-        if isinstance(cache, EncoderDecoderCache):
-            seen = cache.is_updated if is_cross_attention else seen
-            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-        if seen.get(self.layer_idx):
-            # The memory does not change between decoding steps.
-            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
-        memory = states if memory is None else memory
-        key, value = self._heads(self.k(memory)), self._heads(self.v(memory))
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-            seen[self.layer_idx] = True
-        return key, value
 
 
 def _past_length(cache: Any, layer: int) -> int | torch.Tensor:

@@ -62,9 +62,9 @@ class AdditiveScore(nn.Module):
         return torch.cat(made, 3).flatten(1, 2)
 
 
-def score_of(module: nn.Module, heads: Any, config: Any) -> AdditiveScore | None:
+def score_of(module: nn.Module, heads: Any, name: str | None) -> AdditiveScore | None:
     """Return the score of an attention with these `AttentionHeads`, in its weights' dtype; None: the dot product."""
-    if config.score_function is None:
+    if name is None:
         return None
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 

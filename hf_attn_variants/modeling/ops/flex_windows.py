@@ -80,7 +80,7 @@ def attention_in_windows(
         options: its other arguments
 
     Returns:
-        The outputs [b, n, h_v, d].
+        The outputs [b, n, h_v, d_v].
 
     Raises:
         ValueError: as `talking_heads_attention`.

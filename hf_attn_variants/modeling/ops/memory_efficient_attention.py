@@ -60,7 +60,7 @@ def talking_heads_attention(
             seen to agree with the blocked path, which serves everything else
 
     Returns:
-        The outputs [b, n, h_v, d].
+        The outputs [b, n, h_v, d_v].
 
     Raises:
         ValueError: for an unknown backend, "triton" where it does not cover the inputs, a mask of whole numbers, or a

@@ -1,10 +1,11 @@
 """The maths: attention with shared key/value heads and talking heads.
 
-Letters used throughout: b batch, n query length, m memory (key/value) length, d head size, h_k heads of the queries,
-h heads of the softmax, h_v heads of the values, k key/value heads, g = h_k / k query heads a group. Query head i reads
-key/value head i // g. Multi-query attention (arXiv 1911.02150) is k = 1; grouped-query attention (2305.13245) is
-1 < k < h_k; talking heads are 2003.02436. Where queries have B times as many batch rows as keys and values, the B
-beams of a sentence follow each other and read one memory.
+Letters used throughout: b batch, n query length, m memory (key/value) length, d size of a query and key head, d_v of a
+value head (d where nothing else is said), h_k heads of the queries, h heads of the softmax, h_v heads of the values, k
+key/value heads, g = h_k / k query heads a group. Query head i reads key/value head i // g. Multi-query attention
+(arXiv 1911.02150) is k = 1; grouped-query attention (2305.13245) is 1 < k < h_k; talking heads are 2003.02436. Where
+queries have B times as many batch rows as keys and values, the B beams of a sentence follow each other and read one
+memory.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def attention_with_weights(
     Args:
         query: [b, h_k, n, d]; with no talking heads also [b B, h_k, n, d], B beams of each memory
         key: [b, k, m, d]
-        value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
+        value: [b, k, m, d_v]; or [b, h_v, m, d_v] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
             gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights under
             finite numbers (upstream's own masks).
@@ -63,7 +64,7 @@ def attention_with_weights(
         score: makes the logits of queries and keys in place of the dot product (`AdditiveScore`)
 
     Returns:
-        The outputs [b, n, h_v, d] and the weights that multiply the values [b, h_v, n, m].
+        The outputs [b, n, h_v, d_v] and the weights that multiply the values [b, h_v, n, m].
 
     Raises:
         ValueError: for a mask of whole numbers.
@@ -153,7 +154,7 @@ def fused_attention(
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
     # A bool where sizes are symbols, too, as in an exported step of a decoder.
-    enable_gqa = bool(shared > 1) and (on_cpu or (mask is None and _flash_serves(query)))
+    enable_gqa = bool(shared > 1) and (on_cpu or (mask is None and _flash_serves(query, value)))
     # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
@@ -168,9 +169,10 @@ def fused_attention(
     return output.transpose(1, 2) if fold is None else fold.unfolded(output)
 
 
-def _flash_serves(query: torch.Tensor) -> bool:
+def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
     # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
-    halves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= MAX_FLASH_HEAD_DIM
+    size = query.shape[-1]
+    halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
     return not query.is_cuda or (halves and _has_flash(query.device))
 
 

@@ -8,14 +8,15 @@ __all__ = ["AttentionHeads", "VariantAttention", "implementation_of", "wants_wei
 
 
 class AttentionHeads(NamedTuple):
-    """The head counts of one attention, the rank of its latent, and how its heads talk."""
+    """The head counts of one attention, their sizes, the rank of its latent, and how its heads talk."""
 
     query: int  # h_k
     key: int  # k
     value: int  # of the value projection: k, or h_v where each query head has a key head of its own
     softmax: int  # h
     output: int  # h_v, which the output projection reads
-    head_dim: int  # d
+    head_dim: int  # d, of queries and keys
+    value_dim: int  # d_v, of values
     rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
     talking: str | None = None  # the projections across heads: None, "logits", "weights", "both"
     talking_init: str = "identity"  # what these begin as
@@ -39,6 +40,7 @@ class VariantAttention(nn.Module):
     heads: AttentionHeads
     projection_names: tuple[str, ...]
     dynamic_names: tuple[str, ...]
+    projects_itself: bool  # whether our forward makes queries, keys and values, and not upstream's
     keeps_cache: bool
     implementation: str
     is_own: bool

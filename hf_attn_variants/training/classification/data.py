@@ -1,20 +1,24 @@
 """Reads tables, or a `datasets` source, as splits of texts and labels."""
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel
 from transformers import PreTrainedConfig
 
-from ...table_files import read_records
-from ...text_files import column_names, column_value
-from ...text_lines import is_blank, is_unicode
-from ..engine.hub_datasets import load_splits
+from ...text_files import column_value
+from ...text_lines import is_blank
+from ..engine.table_splits import (
+    UNKNOWN,
+    Source,
+    has_column,
+    missing_column,
+    named_label,
+    read_sources,
+    text_of,
+)
 from .columns import find_label_column, find_text_columns
 from .labels import Cell, LabelScheme, counted, listed, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
@@ -23,9 +27,6 @@ from .splits import ClassificationSplit, make_rows
 __all__ = ["ClassificationData", "load_classification_data"]
 
 logger = logging.getLogger(__name__)
-SPLITS = ("train", "validation", "test")
-# What the Hub has as a label that is not public.
-UNKNOWN = {"-1", "-1.0"}
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,6 @@ class ClassificationData:
     scheme: LabelScheme
     text_columns: tuple[str, ...]
     label_column: str | None
-
-
-@dataclass
-class Record:
-    """A row as it came: its file, or `datasets` source, its number in that (from 1), and where an error says it is."""
-
-    file: str
-    number: int
-    place: str
-    values: dict[str, Any]
 
 
 @dataclass
@@ -76,44 +67,32 @@ class Rows:
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
 
 
-class Source:
-    """The rows of a split, one after the other, and what its features say of its labels."""
+def _read(
+    name: str, source: Source, text_columns: Sequence[str], label_column: str | None, separator: str | None
+) -> Rows:
+    """Read all rows of a split; a blank text is one, and is counted.
 
-    def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
-        self.first = next(records)
-        self.records = itertools.chain([self.first], records)
-        self.features = features or {}
-
-    def class_names(self, label_column: str | None) -> list[str] | None:
-        """Return the names of labels that are numbers of names."""
-        feature = self.features.get(label_column or "")
-        feature = getattr(feature, "feature", feature)  # of a list
-        return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
-
-    def read(self, name: str, text_columns: Sequence[str], label_column: str | None, separator: str | None) -> Rows:
-        """Read all rows; a blank text is one, and is counted.
-
-        Raises:
-            OSError, ValueError: see `load_classification_data`.
-        """
-        rows = Rows(label_column, [[] for _ in text_columns])
-        names = self.class_names(label_column)
-        blank: list[str] = []
-        for record in self.records:
-            for column, texts in zip(text_columns, rows.texts, strict=True):
-                texts.append(_text_of(record, column))
-            if any(is_blank(texts[-1]) for texts in rows.texts):
-                blank.append(record.place)
-            rows.files.append(record.file)
-            rows.numbers.append(record.number)
-            if label_column is not None:
-                value = column_value(record.values, label_column)
-                value = value if names is None else _named(value, names)
-                rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
-        if blank:
-            message = "%s: %d of %d rows have a blank text, which is read as it is; the first is %s"
-            logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
-        return rows
+    Raises:
+        OSError, ValueError: see `load_classification_data`.
+    """
+    rows = Rows(label_column, [[] for _ in text_columns])
+    names = source.class_names(label_column)
+    blank: list[str] = []
+    for record in source.records:
+        for column, texts in zip(text_columns, rows.texts, strict=True):
+            texts.append(text_of(record, column, "--text_columns"))
+        if any(is_blank(texts[-1]) for texts in rows.texts):
+            blank.append(record.place)
+        rows.files.append(record.file)
+        rows.numbers.append(record.number)
+        if label_column is not None:
+            value = column_value(record.values, label_column)
+            value = value if names is None else named_label(value, names)
+            rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
+    if blank:
+        message = "%s: %d of %d rows have a blank text, which is read as it is; the first is %s"
+        logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
+    return rows
 
 
 def load_classification_data(settings: ClassificationSettings, config: PreTrainedConfig) -> ClassificationData:
@@ -128,16 +107,14 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         ValueError: if it holds something else, lacks a column, or labels are not of one kind; the message names the
             file, the row and the column.
     """
-    sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
-    if not sources:
-        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
+    sources = read_sources(settings)
     text_columns, label_column = _columns(next(iter(sources.items())), settings)
     read = {}
     for name, source in sources.items():
-        has_labels = label_column is not None and _has(source.first, label_column)
+        has_labels = label_column is not None and has_column(source.first, label_column)
         if label_column is not None and not has_labels and name != "test":
-            raise _no_column(source.first, label_column, "--label_column")
-        read[name] = source.read(name, text_columns, label_column if has_labels else None, settings.label_separator)
+            raise missing_column(source.first, label_column, "--label_column")
+        read[name] = _read(name, source, text_columns, label_column if has_labels else None, settings.label_separator)
     if settings.only_evaluates:
         scheme = _scheme_of_checkpoint(settings, config)
     else:
@@ -156,50 +133,6 @@ def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
     return scheme.values(rows.cells, rows.where)
 
 
-def _file_sources(settings: ClassificationSettings) -> dict[str, Source]:
-    wanted = _wanted(settings)
-    paths = {name: getattr(settings, f"{name}_file") for name in wanted}
-    return {name: Source(_file_records(each)) for name, each in paths.items() if each}
-
-
-def _wanted(settings: ClassificationSettings) -> list[str]:
-    unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
-    return [name for name in SPLITS if not unread.get(name)]
-
-
-def _file_records(paths: Sequence[str]) -> Iterator[Record]:
-    for path in paths:
-        number = 0
-        for number, (place, values) in enumerate(read_records(Path(path)), start=1):
-            yield Record(path, number, place, values)
-        if not number:
-            raise ValueError(f"{path} is empty: it has no row")
-
-
-def _dataset_sources(settings: ClassificationSettings) -> dict[str, Source]:
-    found = load_splits(settings)
-    sources = {}
-    for name in _wanted(settings):
-        given = getattr(settings, f"{name}_split_name")
-        split = given or name
-        if split in found and len(found[split]):
-            file = f"{settings.dataset_name} ({split})"
-            records = (Record(file, i, f"{file}, row {i}", row) for i, row in enumerate(found[split], start=1))
-            sources[name] = Source(records, found[split].features)
-        elif given is not None:
-            raise ValueError(
-                f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
-                f"{', '.join(map(str, found))}: name one with --{name}_split_name"
-            )
-    if not sources:
-        there = ", ".join(map(str, found))
-        raise ValueError(
-            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
-            f"{there}: name one with --validation_split_name"
-        )
-    return sources
-
-
 def _columns(first: tuple[str, Source], settings: ClassificationSettings) -> tuple[tuple[str, ...], str | None]:
     name, source = first
     record = source.first
@@ -208,31 +141,6 @@ def _columns(first: tuple[str, Source], settings: ClassificationSettings) -> tup
     if label is None:
         label = find_label_column(record.values, record.place, texts, needed=name != "test")
     return texts, label
-
-
-def _has(record: Record, column: str) -> bool:
-    return column in record.values or column_value(record.values, column) is not None
-
-
-def _no_column(record: Record, column: str, flag: str) -> ValueError:
-    there = " ".join(", ".join(column_names(record.values)).split()) or "none"
-    return ValueError(f"{record.place}: there is no column {column!r}; its columns are {there}: {flag} names it")
-
-
-def _text_of(record: Record, column: str) -> str:
-    text = column_value(record.values, column)
-    if isinstance(text, str) and is_unicode(text):
-        return text
-    if text is None and not _has(record, column):
-        raise _no_column(record, column, "--text_columns")
-    what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
-    raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with --text_columns")
-
-
-def _named(value: Any, names: Sequence[str]) -> Any:
-    if isinstance(value, list):
-        return [_named(each, names) for each in value]
-    return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
 def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import uuid
 from dataclasses import dataclass, replace
+from typing import Self
 
 from datasets import Dataset
 from datasets.table import InMemoryTable
@@ -27,7 +28,7 @@ class ClassificationSplit:
     def __len__(self) -> int:
         return len(self.data)
 
-    def first(self, count: int | None) -> "ClassificationSplit":
+    def first(self, count: int | None) -> Self:
         """Return the split's first `count` rows, with None all of them."""
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 

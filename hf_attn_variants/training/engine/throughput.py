@@ -42,7 +42,8 @@ class TrainingCost:
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
         """Return the tokens of a batch, without padding, and the FLOPs of training on it.
 
-        It has "input_ids" or "attention_mask" [b, n]; and "labels" [b, t] of a decoder, negative at padding.
+        It has "input_ids" or "attention_mask" [b, n], or [b, c, n] of c choices; and "labels" [b, t] of a decoder,
+        negative at padding.
         """
         lengths = _lengths(batch)
         if not lengths:
@@ -108,7 +109,7 @@ def _trained_share(model: nn.Module, config: Any) -> float:
 
 def _lengths(batch: dict[str, Tensor]) -> list[int]:
     if "attention_mask" in batch:
-        return batch["attention_mask"].sum(-1).tolist()
+        return batch["attention_mask"].sum(-1).flatten().tolist()
     ids = batch.get("input_ids")
     return [] if ids is None else [ids.shape[-1]] * len(ids)
 

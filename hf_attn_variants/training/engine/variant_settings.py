@@ -50,6 +50,7 @@ class VariantSettings(Settings):
     title: ClassVar[str] = FROM_SCRATCH
 
     num_key_value_heads: int | None = _flag("num_key_value_heads")
+    value_head_dim: int | None = _flag("value_head_dim")
     kv_lora_rank: int | None = _flag("kv_lora_rank")
     per_layer_values: dict[str, Any] | None = _flag("per_layer_values")  # noqa: RUF009 (of a dictionary: None)
     talking_heads: str | None = _flag("talking_heads")
@@ -92,6 +93,8 @@ class EncoderDecoderVariantSettings(Settings):
     cross_talking_heads_init: str | None = _flag("cross_talking_heads_init")
     encoder_talking_heads_dynamic: tuple[str, ...] | None = _flag("encoder_talking_heads_dynamic")
     cross_talking_heads_dynamic: tuple[str, ...] | None = _flag("cross_talking_heads_dynamic")
+    encoder_score_function: str | None = _flag("encoder_score_function")
+    cross_score_function: str | None = _flag("cross_score_function")
     encoder_attention_pattern: str | None = _flag("encoder_attention_pattern")
     encoder_attention_window: int | None = _flag("encoder_attention_window")
     encoder_attention_dilation: int | None = _flag("encoder_attention_dilation")

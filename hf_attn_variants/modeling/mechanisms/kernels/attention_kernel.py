@@ -115,15 +115,15 @@ class AttentionKernel(ABC):
         Args:
             module: what has this kernel's tensors: the attention, or a conversion's `AttentionTensors`.
             query: [b, h, n, d], or [b B, h, n, d] of B beams of each memory.
-            key, value: [b, k, m, d].
+            key, value: [b, k, m, d] and [b, k, m, d_v].
             read: which keys are read, [b or 1, 1, m, 1]; None = all.
             scaling: the factor of a softmax's dot products.
             state: where causal, what an earlier call returned of the keys before these.
 
         Returns:
-            The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too, or None. A kernel
-            of cross-attention that returns one has a `read_state` (as `FeatureKernel`), which gives the outputs of
-            later queries.
+            The outputs [b, n, h, d_v], zeros where nothing is read; and the state, of these keys too, or None. A
+            kernel of cross-attention that returns one has a `read_state` (as `FeatureKernel`), which gives the outputs
+            of later queries.
         """
 
     @abstractmethod
@@ -138,14 +138,14 @@ class AttentionKernel(ABC):
         """Return the weights [b, h, n, m] that it stands for; arguments as for `attend`."""
 
     @abstractmethod
-    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the floating-point operations of a key in one key head, and of a query in one query head.
 
         Args:
-            head_dim: d.
+            heads: the attention's.
             attended: the keys that a query reads.
         """
 
-    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+    def state_numbers(self, heads: AttentionHeads) -> int:
         """Return how many numbers a decoder's cache holds for this attention: none, of a kernel without a state."""
         return 0

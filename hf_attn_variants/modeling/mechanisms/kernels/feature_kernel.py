@@ -2,11 +2,11 @@
 
 With features phi(q), phi(k) of F numbers a head, the weights phi(q) phi(k)^T over their row sums are never made:
 
-    S = sum_j phi(k_j) [v_j, 1]^T    [F, d + 1], the whole memory
-    o_i = phi(q_i) S                 d sums of values, and the sum of the weights that they are divided by
+    S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], the whole memory
+    o_i = phi(q_i) S                 d_v sums of values, and the sum of the weights that they are divided by
 
-in n F d multiply-adds each, for any length. Causally S is a running sum: within a chunk of C tokens weights are made,
-before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
+in n F d_v multiply-adds each, for any length. Causally S is a running sum: within a chunk of C tokens weights are
+made, before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
 Attention dropout has no weights to drop, and is not applied.
 
 Source: arXiv 2006.16236; the formulas are in the package's `reference_linear`. Letters as in `softmax_attention`.
@@ -22,15 +22,16 @@ from torch import nn
 from ...ops.causal_sums import causal_sums
 from ...ops.memory_efficient_attention import without_autocast
 from ...ops.query_folding import QueryFold, beams_of
+from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
 __all__ = ["FeatureKernel", "KernelState", "MapKernel"]
 
 
 class KernelState(NamedTuple):
-    """What is kept of a memory: sums [b, k, F, d + 1], and the logarithm of what they are divided by, if anything."""
+    """What is kept of a memory: sums, and the logarithm of what they are divided by, if anything."""
 
-    sums: torch.Tensor
+    sums: torch.Tensor  # [b, k, F, d_v + 1]
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
 
 
@@ -88,7 +89,7 @@ class FeatureKernel(AttentionKernel):
             return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d] of queries that read all keys of a state; arguments as for `attend`."""
+        """Return the outputs [b, n, h, d_v] of queries that read all keys of a state; arguments as for `attend`."""
         fold = QueryFold(query, state.sums, beams_of(query, state.sums))
         with without_autocast(query):
             queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
@@ -128,18 +129,18 @@ class FeatureKernel(AttentionKernel):
         """Return weights, not yet divided by their sums, with others in their place where a kernel has them."""
         return weights
 
-    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return what a token's features take, and its part of the sums or its reading of them."""
-        count = 2 * self.width(head_dim) * (head_dim + 1) + self.map_flops(head_dim)
+        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
         return count, count
 
     def map_flops(self, head_dim: int) -> int:
         """Return the operations of the map that makes the features of one token in one head."""
         return 2 * self.features * head_dim
 
-    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+    def state_numbers(self, heads: AttentionHeads) -> int:
         """Return the numbers of a state: each key/value head's sums of values and of weights."""
-        return kv_heads * self.width(head_dim) * (head_dim + 1)
+        return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)

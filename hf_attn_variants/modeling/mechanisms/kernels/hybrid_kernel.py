@@ -33,11 +33,11 @@ LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """What a decoder keeps: sums [b, k, F, d + 1] of the keys before the next window, and those that may be in it."""
+    """What a decoder keeps: sums of the keys before the next window, and the keys that may be in it."""
 
-    sums: torch.Tensor
+    sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
-    values: torch.Tensor  # [b, k, before, d]
+    values: torch.Tensor  # [b, k, before, d_v]
     read: torch.Tensor  # [b, 1, before, 1]: which are tokens
 
 
@@ -45,7 +45,7 @@ class NearKeys(NamedTuple):
     """The keys of one call behind as many as a window has before a query: those kept, or places that are not read."""
 
     keys: torch.Tensor  # [b, k, before + m, d]
-    values: torch.Tensor  # [b, k, before + m, d]
+    values: torch.Tensor  # [b, k, before + m, d_v]
     read: torch.Tensor  # [b, 1, before + m, 1]
 
     @classmethod
@@ -61,7 +61,7 @@ class NearKeys(NamedTuple):
 
         Args:
             reach: of the window.
-            key, value: [b, k, m, d].
+            key, value: [b, k, m, d] and [b, k, m, d_v].
             read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
             state: of the tokens before, if there are any.
         """
@@ -186,14 +186,15 @@ class Hybrid(Hedgehog):
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.reach)
 
-    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return hedgehog's, with the window's dot products and weighted sums of a query."""
-        of_key, of_query = super().flops(head_dim, attended)
-        return of_key, of_query + 4 * self.reach.keys_read(attended) * head_dim
+        of_key, of_query = super().flops(heads, attended)
+        return of_key, of_query + 2 * self.reach.keys_read(attended) * (heads.head_dim + heads.value_dim)
 
-    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+    def state_numbers(self, heads: AttentionHeads) -> int:
         """Return the numbers of the sums, and of the keys and values that the next window may have."""
-        return super().state_numbers(kv_heads, head_dim) + kv_heads * 2 * self.reach.before * head_dim
+        kept = heads.key * self.reach.before * (heads.head_dim + heads.value_dim)
+        return super().state_numbers(heads) + kept
 
 
 def attend_in_blocks_and_sums(
@@ -213,12 +214,12 @@ def attend_in_blocks_and_sums(
         near: the keys.
         key_features: their phi(k) [b, k, before + n, F], zeros where nothing is read.
         log_factor: the logarithm of gamma, [k, g].
-        sums: of the keys before all of these, [b, k, F, d + 1], if there are any.
+        sums: of the keys before all of these, [b, k, F, d_v + 1], if there are any.
         reach: of the window.
         scaling: the factor of the dot products.
 
     Returns:
-        [b, k, g, n, d + 1].
+        [b, k, g, n, d_v + 1].
     """
     length, around = queries.shape[3], reach.before + reach.after
     block = min(length, max(LEAST_BLOCK, min(MOST_BLOCK, around)))
@@ -268,9 +269,10 @@ def _sums_of_others(
     around: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return for each block the sum over all keys before its span and, unless causal, behind it: [b, k, N, F, d + 1].
+    """Return for each block the sum over all keys before its span and, unless causal, behind it.
 
-    The spans begin with each block's first place and go on for `around` more than the block's own.
+    The spans begin with each block's first place and go on for `around` more than the block's own. Sums are
+    [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
     before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)

@@ -95,9 +95,9 @@ class Linformer(AttentionKernel):
         """Return what each value is multiplied by; see `AttentionKernel.weights`."""
         return projected_weights(module.length_proj, query, key, read, scaling)
 
-    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return what it takes to sum a key and its value into each row, and what a query reads of these."""
-        count = 4 * self.features * head_dim
+        count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
@@ -121,12 +121,12 @@ def attend_to_projected(
     read: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h, d].
+    """Return the outputs [b, n, h, d_v].
 
     Args:
         length_proj: E [r, n_max].
         query: [b, h, n, d].
-        key, value: [b, k, m, d].
+        key, value: [b, k, m, d] and [b, k, m, d_v].
         read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
         scaling: the factor of the dot products.
 

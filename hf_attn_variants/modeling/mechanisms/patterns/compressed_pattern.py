@@ -64,18 +64,20 @@ class MemoryCompression(nn.Module):
 
     Args:
         key_heads, value_heads: k, and the heads of the values.
-        head_dim: d.
+        head_dim, value_dim: d and d_v.
         stride: s.
         like: a tensor with their dtype and device.
     """
 
-    def __init__(self, key_heads: int, value_heads: int, head_dim: int, stride: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, key_heads: int, value_heads: int, head_dim: int, value_dim: int, stride: int, like: torch.Tensor
+    ) -> None:
         super().__init__()
         self.stride = stride
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        # [heads, s d, d]: of s tokens beside each other one.
+        # [heads, s d, d] or [heads, s d_v, d_v]: of s tokens beside each other one.
         self.key_conv = nn.Parameter(torch.empty(key_heads, stride * head_dim, head_dim, **options))
-        self.value_conv = nn.Parameter(torch.empty(value_heads, stride * head_dim, head_dim, **options))
+        self.value_conv = nn.Parameter(torch.empty(value_heads, stride * value_dim, value_dim, **options))
 
     def init_projections(self) -> None:
         """Let each begin as the mean."""
@@ -86,7 +88,7 @@ class MemoryCompression(nn.Module):
     def forward(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return keys and values [b, k, m / s, d] of [b, k, m, d], the last of what is left over, and their mask.
+        """Return keys [b, k, m / s, d] and values of [b, k, m, d], the last of what is left over, and their mask.
 
         Args:
             key, value: of all tokens; those that are padding count as zeros.
@@ -119,7 +121,8 @@ def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> Mem
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None
     stride = getattr(config, f"{prefix}attention_block_size")
-    return MemoryCompression(heads.key, heads.value, heads.head_dim, stride, next(module.parameters()))
+    sizes = (heads.key, heads.value, heads.head_dim, heads.value_dim)
+    return MemoryCompression(*sizes, stride, next(module.parameters()))
 
 
 def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:

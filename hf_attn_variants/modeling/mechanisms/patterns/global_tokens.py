@@ -60,7 +60,7 @@ def with_global_tokens_first(
     mask: torch.Tensor | None,
     is_global: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h_v, d] of attention in windows whose global tokens are anywhere.
+    """Return the outputs [b, n, h_v, d_v] of attention in windows whose global tokens are anywhere.
 
     Args:
         attend: a function of query, key, value, mask and, by name, reach.

@@ -40,7 +40,7 @@ def attend_in_blocks(
     mask: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h_v, d] of attention to the keys of a pattern.
+    """Return the outputs [b, n, h_v, d_v] of attention to the keys of a pattern.
 
     Args:
         attend: a function of query, key, value, mask and position bias, which may return the weights as well.

@@ -120,7 +120,7 @@ def attend_with_summaries(
         kwargs: further arguments of the call.
 
     Returns:
-        The outputs [b, n, h_v, d], and where they are asked for the weights [b, h_v, n, G + n], summaries first.
+        The outputs [b, n, h_v, d_v], and where they are asked for the weights [b, h_v, n, G + n], summaries first.
 
     Raises:
         ValueError: for a mask that is added, or that says for each query what it reads.
@@ -174,7 +174,8 @@ def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
     normed = module.global_input_layer_norm(sums[:, :count])
-    key, value = (each(normed).unflatten(-1, (-1, module.heads.head_dim)) for each in (module.k, module.v))
+    key = module.k(normed).unflatten(-1, (-1, module.heads.head_dim))
+    value = module.v(normed).unflatten(-1, (-1, module.heads.value_dim))
     return _Summaries(key.transpose(1, 2), value.transpose(1, 2), read[:, None, None, :count], blocks)
 
 

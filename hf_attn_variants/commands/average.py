@@ -1,0 +1,79 @@
+"""The command `attn-variants average`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..command_line import CommandParser
+
+__all__ = ["main", "parse_args"]
+
+EXAMPLE = """\
+example:
+  attn-variants average runs/glue-* --output_file glue.json
+
+Reads all_results.json of each folder. A task's score is the mean of its official metrics (of MNLI, that of both dev
+sets); a model's average is the mean over the tasks. Scores are shown from 0 to 100, each as the mean over seeds and,
+of several, their standard deviation. Runs belong to one model where they began with the same --model_name_or_path."""
+
+TITLES = {"glue": "GLUE", "superglue": "SuperGLUE"}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = CommandParser(
+        prog="attn-variants average",
+        description="Make one table of runs on GLUE and SuperGLUE: each task over seeds, and the benchmark's average.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output folders of runs")
+    parser.add_argument("--output_file", metavar="JSON", help="write the scores, those of each seed as well")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Print a table of each benchmark and return the scores, as --output_file has them.
+
+    Raises:
+        ValueError, OSError: if results cannot be read, there is no run, or two of one task, model and seed.
+    """
+    from ..files import atomic_write
+    from ..inspection.benchmark_scores import BENCHMARKS, model_scores, read_runs
+    from ..inspection.tables import print_table, print_text
+
+    runs, left_out = read_runs(args.folders)
+    found = {name: model_scores(runs, name) for name in BENCHMARKS}
+    results: dict[str, Any] = {name: [model.to_dict() for model in models] for name, models in found.items() if models}
+    results["left_out"] = left_out
+    if args.output_file is not None:
+        atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    for name, models in found.items():
+        if not models:
+            continue
+        tasks = [task for task in BENCHMARKS[name] if any(task in model.tasks for model in models)]
+        rows = [
+            [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(BENCHMARKS[name]))]
+            for model in models
+        ]
+        print_table(f"{TITLES[name]}, dev sets", ["model", *tasks, "average"], rows)
+        print()
+    if any(model.missing for models in found.values() for model in models):
+        print_text(
+            "An average with (k of n) is over k of the benchmark's n tasks: compare it with the same ones alone."
+        )
+    for folder, reason in left_out.items():
+        print_text(f"left out: {folder}: {reason}")
+    return results
+
+
+def _average(model: Any, tasks: int) -> str:
+    return _shown(model.average) + (f" ({len(model.tasks)} of {tasks})" if model.missing else "")
+
+
+def _shown(spread: Any) -> str:
+    if spread is None:
+        return "-"
+    deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
+    return f"{100 * spread.mean:.1f}{deviation}"

@@ -1,0 +1,169 @@
+"""What runs on GLUE and SuperGLUE come to: the scores of tasks over seeds, and the benchmark's average."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files import RESULTS_NAME
+from ..glue_tasks import TASKS
+from ..model_history import read_json
+from ..superglue_tasks import SUPERGLUE, SUPERGLUE_TASKS
+
+__all__ = ["BENCHMARKS", "ModelScores", "Run", "Spread", "model_scores", "read_runs"]
+
+GLUE = "glue"
+# The tasks of each benchmark, and the metrics whose mean is a task's score.
+BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
+    GLUE: {name: task.metrics for name, task in TASKS.items() if task.eval_splits},
+    SUPERGLUE: {name: task.metrics for name, task in SUPERGLUE_TASKS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on a task: the model that it began with, its seed, and its score on the dev set, from 0 to 1."""
+
+    folder: Path
+    benchmark: str
+    task: str
+    model: str
+    seed: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over seeds and its standard deviation, of a sample; None of a single seed."""
+
+    mean: float
+    deviation: float | None
+    seeds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, by_seed: Mapping[int, float]) -> "Spread":
+        """Return those of a value a seed."""
+        values = [*by_seed.values()]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
+
+
+@dataclass
+class ModelScores:
+    """A model's scores on a benchmark.
+
+    Attributes:
+        tasks: by name, in the benchmark's order, those that there are runs of.
+        missing: the others.
+        average: the mean of the tasks' means, of those that are there. Its deviation is over the seeds that every task
+            was run with; `seeds` are these.
+    """
+
+    benchmark: str
+    model: str
+    tasks: dict[str, Spread]
+    missing: list[str]
+    average: Spread = field(init=False)
+    by_seed: Mapping[str, Mapping[int, float]]
+
+    def __post_init__(self) -> None:
+        shared = set.intersection(*(set(scores) for scores in self.by_seed.values()))
+        averages = {seed: statistics.fmean(scores[seed] for scores in self.by_seed.values()) for seed in shared}
+        mean = statistics.fmean(spread.mean for spread in self.tasks.values())
+        deviation = statistics.stdev(averages.values()) if len(averages) > 1 else None
+        self.average = Spread(mean, deviation, tuple(sorted(shared)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as JSON holds them; a task's scores by seed as well."""
+        tasks = {
+            name: {
+                "mean": spread.mean,
+                "deviation": spread.deviation,
+                "seeds": dict(sorted(self.by_seed[name].items())),
+            }
+            for name, spread in self.tasks.items()
+        }
+        average = {"mean": self.average.mean, "deviation": self.average.deviation, "seeds": [*self.average.seeds]}
+        return {"model": self.model, "tasks": tasks, "missing": self.missing, "average": average}
+
+
+def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
+    """Read the results of runs of `glue`, `superglue`, or `seq2seq` on a task of GLUE.
+
+    Returns:
+        The runs, and by folder why others are none: there are no results in them, of no task of these benchmarks, or
+        of a part of its dev set.
+
+    Raises:
+        OSError, ValueError: if a folder is not there, results cannot be read, there is no run, or two are of one task,
+            model and seed.
+    """
+    runs: list[Run] = []
+    left_out: dict[str, str] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise OSError(f"{folder}: no such folder")
+        found = _run(folder)
+        if isinstance(found, Run):
+            runs.append(found)
+        else:
+            left_out[str(folder)] = found
+    if not runs:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in [*left_out.items()][:3])
+        raise ValueError(f"no folder has the results of a GLUE or SuperGLUE task ({reasons or 'none is named'})")
+    seen: dict[tuple[str, str, str, int], Path] = {}
+    for run in runs:
+        key = run.benchmark, run.task, run.model, run.seed
+        if key in seen:
+            raise ValueError(
+                f"{seen[key]} and {run.folder} are both of {run.benchmark} {run.task}, the model {run.model} and seed "
+                f"{run.seed}: give one of them"
+            )
+        seen[key] = run.folder
+    return runs, left_out
+
+
+def _run(folder: Path) -> Run | str:
+    """Return a folder's run, or why it is none."""
+    results = read_json(folder / RESULTS_NAME)
+    if results is None:
+        return f"it has no {RESULTS_NAME}"
+    benchmark, task = results.get("benchmark", GLUE), results.get("task_name")
+    if task not in BENCHMARKS.get(benchmark, {}):
+        return "its run is of no task of GLUE or SuperGLUE"
+    arguments = results.get("arguments")
+    arguments = arguments if isinstance(arguments, dict) else {}
+    if arguments.get("max_eval_samples") is not None:
+        return f"its scores are of the first {arguments['max_eval_samples']} rows of the dev set alone"
+    model, seed = arguments.get("model_name_or_path"), results.get("seed")
+    if not isinstance(model, str) or not isinstance(seed, int):
+        raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
+    return Run(folder, benchmark, task, model, seed, _score(results, BENCHMARKS[benchmark][task], folder))
+
+
+def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
+    """Return a task's score: the mean of its metrics, and of MNLI's two dev sets where both were evaluated."""
+    second = [f"{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
+    values: list[float] = []
+    for name in (*metrics, *second):
+        value = results.get(f"eval_{name}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{folder / RESULTS_NAME}: eval_{name} must be a number, got {value!r}")
+        values.append(value)
+    return statistics.fmean(values)
+
+
+def model_scores(runs: Sequence[Run], benchmark: str) -> list[ModelScores]:
+    """Return each model's scores on a benchmark, the best average first."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for run in runs:
+        if run.benchmark == benchmark:
+            found.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
+    scores = []
+    for model, tasks in found.items():
+        names = [name for name in BENCHMARKS[benchmark] if name in tasks]
+        spreads = {name: Spread.of(tasks[name]) for name in names}
+        missing = [name for name in BENCHMARKS[benchmark] if name not in tasks]
+        scores.append(ModelScores(benchmark, model, spreads, missing, by_seed={name: tasks[name] for name in names}))
+    return sorted(scores, key=lambda each: (len(each.missing), -each.average.mean))

@@ -1,0 +1,175 @@
+"""What a model can be served with: transformers' own class, one line on it, a conversion, CTranslate2."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from ..generation_calls import limits_of_the_call
+from ..inspection.costs import kv_heads_field, variant_config, variant_name
+from ..inspection.speed import HEARING, timed_auto_class
+from ..quantization.quantize import quantize
+from ..registration import variant_model_class
+from ..shared_memory.share import share_memory
+
+__all__ = ["CTRANSLATE2", "Engine", "Load", "auto_class", "build_model", "engines_of", "generates", "model_class_of"]
+__all__ += ["random_inputs", "torch_run"]
+
+CTRANSLATE2 = "CTranslate2"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to serve a model.
+
+    Args:
+        name: what a table calls it.
+        num_key_value_heads: of the converted model; None: the checkpoint as it is.
+        shared: whether `share_memory` was called.
+        int8: whether its linear maps are int8.
+        ctranslate2: whether CTranslate2 runs it; else torch.
+    """
+
+    name: str
+    num_key_value_heads: int | None = None
+    shared: bool = False
+    int8: bool = False
+    ctranslate2: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each engine is given.
+
+    Args:
+        batch_size: texts, or windows of audio, at once.
+        length: tokens of each, or positions of audio.
+        max_new_tokens: tokens that are generated for each; None: a pass over the text.
+        num_beams: of the search.
+    """
+
+    batch_size: int
+    length: int
+    max_new_tokens: int | None
+    num_beams: int
+
+
+def engines_of(config: Mapping[str, Any], kv_heads: Sequence[int], has_ctranslate2: bool) -> list[Engine]:
+    """Return the engines of a checkpoint, the baseline first.
+
+    Args:
+        config: its config.json.
+        kv_heads: numbers of key/value heads to which it could be converted.
+        has_ctranslate2: whether CTranslate2 is here and has a form for it.
+    """
+    current = variant_config(config)
+    is_upstreams = config["model_type"] != type(current).model_type
+    can_share = is_upstreams and generates(config)
+    own = "transformers" if is_upstreams else variant_name(current, _heads_field(config))
+    found = [Engine(own)]
+    if can_share:
+        found.append(Engine("share_memory", shared=True))
+    found.append(Engine("int8" if is_upstreams else f"{own}, int8", int8=True))
+    if can_share:
+        found.append(Engine("share_memory, int8", shared=True, int8=True))
+    if has_ctranslate2:
+        found += _ctranslate2_engines("" if is_upstreams else f"{own}, ", None)
+    for heads in kv_heads:
+        name = variant_name(_with_heads(config, heads), _heads_field(config))
+        found += [Engine(name, heads), Engine(f"{name}, int8", heads, int8=True)]
+        if has_ctranslate2:
+            found += _ctranslate2_engines(f"{name}, ", heads)
+    return found
+
+
+def _ctranslate2_engines(prefix: str, heads: int | None) -> list[Engine]:
+    name = f"{prefix}{CTRANSLATE2}"
+    return [Engine(name, heads, ctranslate2=True), Engine(f"{name}, int8", heads, int8=True, ctranslate2=True)]
+
+
+def auto_class(config: Mapping[str, Any]) -> str:
+    """Return the Auto class of what is served."""
+    return timed_auto_class(config, variant_config(config))
+
+
+def generates(config: Mapping[str, Any]) -> bool:
+    """Say whether it is an encoder-decoder that generates; else a batch is one pass."""
+    return "Seq2Seq" in auto_class(config)
+
+
+def model_class_of(config: Mapping[str, Any]) -> type:
+    """Return this package's class of what is served."""
+    return variant_model_class(variant_config(config).auto_classes[auto_class(config)])
+
+
+def _heads_field(config: Mapping[str, Any]) -> str:
+    return kv_heads_field(model_class_of(config), variant_config(config))
+
+
+def _with_heads(config: Mapping[str, Any], heads: int | None) -> Any:
+    return variant_config(config, **({} if heads is None else {_heads_field(config): heads}))
+
+
+def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
+    """Return the model of an engine in float32, of random weights, the same for each that has the same maps.
+
+    An engine of CTranslate2 gets this package's class, from which it is exported.
+    """
+    torch.manual_seed(0)
+    if engine.num_key_value_heads is None and not engine.ctranslate2:
+        model = _own_model(config)
+    else:
+        model = model_class_of(config)(_with_heads(config, engine.num_key_value_heads))
+    model = model.float().eval()
+    if model.can_generate():  # random weights may end a text at any token
+        model.generation_config.eos_token_id = None
+        model.generation_config.forced_eos_token_id = None
+    if engine.ctranslate2:
+        return model
+    if engine.shared:
+        share_memory(model)
+    return quantize(model) if engine.int8 else model
+
+
+def _own_model(config: Mapping[str, Any]) -> Any:
+    """Return the checkpoint's own class: transformers', or this package's."""
+    current = variant_config(config)
+    if config["model_type"] == type(current).model_type:
+        return model_class_of(config)(current)
+    upstream = AutoConfig.for_model(**copy.deepcopy(dict(config)))
+    return getattr(transformers, auto_class(config)).from_config(upstream)
+
+
+def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
+    """Return what a model reads, random: `input_ids` [b, n] with `attention_mask`, or `input_features` of audio."""
+    current: Any = variant_config(config)
+    generator = torch.Generator().manual_seed(0)
+    if auto_class(config) in HEARING:
+        shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves its frames
+        return {"input_features": torch.randn(shape, generator=generator)}
+    ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def torch_run(model: Any, inputs: dict[str, torch.Tensor], load: Load) -> Callable[[int | None], None]:
+    """Return what is timed: called with a number of new tokens, None for a pass, the encoder included."""
+    options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
+    if "input_features" in inputs:  # Whisper's own code would look for further segments of the audio
+        options |= {"force_unique_generate_call": True, "return_timestamps": False}
+    return partial(_generate_or_pass, model, inputs, options)
+
+
+@torch.no_grad()
+def _generate_or_pass(
+    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], tokens: int | None
+) -> None:
+    if tokens is None:
+        model(**inputs)
+        return
+    with limits_of_the_call(model):
+        model.generate(**inputs, **options, max_new_tokens=tokens)

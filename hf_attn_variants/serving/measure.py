@@ -1,0 +1,236 @@
+"""The engines that could serve a model, timed in turn on this machine, and the one to take."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
+from ..inspection.page_faults import Usage, Watch, memory_now, summary
+from ..inspection.speed import machine_now, timed_length
+from ..progress import progress_bar
+from .ctranslate2_engine import Exported, ctranslate2_run, why_not, write_folder
+from .engines import (
+    CTRANSLATE2,
+    Engine,
+    Load,
+    auto_class,
+    build_model,
+    engines_of,
+    generates,
+    model_class_of,
+    random_inputs,
+    torch_run,
+)
+from .peak_memory import peak_bytes
+
+__all__ = ["ServingRow", "ServingTable", "advice", "measure_serving"]
+
+# Engines whose times differ by less are alike: the one that changes less is taken.
+ALIKE = 1.05
+Run = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """One engine.
+
+    Args:
+        engine: what it is.
+        milliseconds: median over the rounds of one batch, the encoder included.
+        all_milliseconds: each round's.
+        tokens_per_second: tokens generated in it; of an encoder, read.
+        speedup: over the first row.
+        first_milliseconds: median until the first token of all sentences is there; None for an encoder.
+        peak_bytes: the most memory of a process with this engine alone; None where it was not measured.
+        usage: page faults and seconds in the kernel, medians (`page_faults.summary`).
+    """
+
+    engine: Engine
+    milliseconds: float
+    all_milliseconds: list[float]
+    tokens_per_second: float
+    speedup: float
+    first_milliseconds: float | None
+    peak_bytes: int | None
+    usage: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServingTable:
+    """Every row with what the figures hold for.
+
+    Args:
+        checkpoint: its name, as given.
+        load: what each engine was given.
+        rows: the engines, the baseline first.
+        left_out: engines that cannot serve this model, or are not here: why.
+        machine: processor, threads, load and versions.
+        memory: how the process held memory (`page_faults.memory_now`).
+    """
+
+    checkpoint: str
+    load: Load
+    rows: list[ServingRow]
+    left_out: dict[str, str]
+    machine: dict[str, Any]
+    memory: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, with the advice."""
+        return asdict(self) | {"advice": advice(self)}
+
+
+def measure_serving(
+    config: Mapping[str, Any],
+    checkpoint: str = "",
+    kv_heads: Sequence[int] | None = None,
+    batch_size: int = 8,
+    length: int | None = None,
+    max_new_tokens: int = 32,
+    num_beams: int | None = None,
+    rounds: int = 5,
+    peak_memory: bool = True,
+) -> ServingTable:
+    """Time what a model could be served with on this CPU: random weights, for speed does not depend on them.
+
+    An encoder-decoder generates, its encoder included; an encoder reads. The engines run in turn, each round from
+    another one on, so that what else the machine does hits all alike.
+
+    Args:
+        config: the checkpoint's config.json; of it, no weight is read.
+        checkpoint: its name, for the table.
+        kv_heads: numbers of key/value heads to which it could be converted, in an encoder-decoder the decoder's; None:
+            a quarter of its heads, of a checkpoint of this package none.
+        batch_size: texts, or windows of audio, at once.
+        length: tokens of each; None = 128, of a Whisper its window.
+        max_new_tokens: encoder-decoders: tokens to generate for each.
+        num_beams: encoder-decoders: beams of the search; None = 1, greedy.
+        rounds: timings of each engine; the median counts.
+        peak_memory: whether each engine also serves one batch in a process of its own, whose peak memory is read.
+
+    Raises:
+        ValueError: for a configuration that makes no model here, or a number that does not fit it.
+    """
+    check_sizes(
+        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
+    )
+    decodes = generates(config)
+    if num_beams is not None and not decodes:
+        raise ValueError("`num_beams` is for encoder-decoders; this model generates nothing: leave it out.")
+    length = timed_length(length, variant_config(config), auto_class(config))
+    load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
+    missing, threads, inputs = why_not(config), torch.get_num_threads(), random_inputs(config, load)
+    left_out = {} if missing is None else {CTRANSLATE2: missing}
+    engines = engines_of(config, _kv_heads(config, kv_heads), missing is None)
+    with tempfile.TemporaryDirectory() as stage:
+        runs, exported = _built(config, engines, load, inputs, Path(stage), left_out)
+        engines = [engine for engine in engines if engine.name in runs]
+        times, firsts = _timed(runs, load, rounds)
+        peaks: dict[str, int | None] = {}
+        for engine in progress_bar(engines if peak_memory else [], desc="peak memory", unit="engine", leave=False):
+            peaks[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
+    rows: list[ServingRow] = []
+    for engine in engines:
+        baseline = rows[0].milliseconds if rows else None
+        rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
+    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now())
+
+
+def _built(
+    config: Mapping[str, Any],
+    engines: Sequence[Engine],
+    load: Load,
+    inputs: dict[str, torch.Tensor],
+    stage: Path,
+    left_out: dict[str, str],
+) -> tuple[dict[str, Run], dict[str, Exported]]:
+    """Return what runs each engine, and what was written for CTranslate2; what cannot be int8 is left out."""
+    runs: dict[str, Run] = {}
+    exported: dict[str, Exported] = {}
+    for number, engine in enumerate(progress_bar(engines, desc="building", unit="engine", leave=False)):
+        try:
+            model = build_model(config, engine)
+        except ValueError as error:
+            if not engine.int8:
+                raise
+            left_out[engine.name] = str(error)  # it has no map that is large enough
+            continue
+        if engine.ctranslate2:
+            (folder := stage / str(number)).mkdir()
+            exported[engine.name] = write_folder(config, model, inputs, folder, engine.int8)
+            runs[engine.name] = ctranslate2_run(exported[engine.name], load.num_beams, torch.get_num_threads())
+        else:
+            runs[engine.name] = torch_run(model, inputs, load)
+    return runs, exported
+
+
+def _row(
+    engine: Engine, load: Load, usages: list[Usage], firsts: list[float], baseline: float | None, peak: int | None
+) -> ServingRow:
+    times = [1e3 * usage.seconds for usage in usages]
+    median = statistics.median(times)
+    first = 1e3 * statistics.median(firsts) if firsts else None
+    speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
+    return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak, summary(usages))
+
+
+def _kv_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> Sequence[int]:
+    current = variant_config(config)
+    if given is not None or config["model_type"] == type(current).model_type:
+        return given or ()
+    field = kv_heads_field(model_class_of(config), current)
+    heads, counts = current.query_heads(field), kv_head_counts(current, field)
+    return [count for count in counts if count < heads and 4 * count <= heads][:1]
+
+
+def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[Usage]], dict[str, list[float]]]:
+    """Return what each round of each engine took, and of what generates the seconds to its first tokens."""
+    usages: dict[str, list[Usage]] = {name: [] for name in runs}
+    firsts: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            with Watch() as watch:
+                runs[name](load.max_new_tokens)
+            with Watch() as first:
+                if load.max_new_tokens is not None:
+                    runs[name](1)
+            if number >= 0:
+                usages[name].append(watch.usage)
+                firsts[name] += [first.usage.seconds] * (load.max_new_tokens is not None)
+    return usages, firsts
+
+
+def advice(table: ServingTable) -> str:
+    """Return one sentence: what to take for this model, these lengths and this machine.
+
+    The fastest engine of the checkpoint as it is, what is fastest with float32's numbers, and a conversion where that
+    is faster still. Of those that are alike the first one is taken, which changes least.
+    """
+    load = table.load
+    generated = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens"
+    beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
+    where = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
+    as_it_is = [row for row in table.rows if row.engine.num_key_value_heads is None]
+    best = _first_of_the_fastest(as_it_is)
+    parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name})"]
+    exact = _first_of_the_fastest([row for row in as_it_is if not row.engine.int8])
+    if best.engine.int8 and exact.engine != as_it_is[0].engine:
+        parts.append(f"{exact.engine.name} ({exact.speedup:.2f}) where numbers must stay float32's")
+    if best.engine.ctranslate2:
+        torchs = _first_of_the_fastest([row for row in as_it_is if not row.engine.ctranslate2])
+        parts.append(f"{torchs.engine.name} ({torchs.speedup:.2f}) within transformers")
+    converted = _first_of_the_fastest(table.rows)
+    if converted.engine.num_key_value_heads is not None:
+        parts.append(f"{converted.engine.name} ({converted.speedup:.2f}) after a conversion whose quality is checked")
+    return f"Take for {where}: {'; '.join(dict.fromkeys(parts))}."
+
+
+def _first_of_the_fastest(rows: Sequence[ServingRow]) -> ServingRow:
+    least = min(row.milliseconds for row in rows)
+    return next(row for row in rows if row.milliseconds <= ALIKE * least)

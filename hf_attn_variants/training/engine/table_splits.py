@@ -1,0 +1,135 @@
+"""The rows of a run's splits as they come, from tables or a `datasets` source, each with the place it comes from."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel
+
+from ...table_files import read_records
+from ...text_files import column_names, column_value
+from ...text_lines import is_unicode
+from .hub_datasets import load_splits
+from .table_settings import TableSettings
+
+__all__ = ["UNKNOWN", "Record", "Source", "has_column", "missing_column", "named_label", "read_sources", "text_of"]
+
+SPLITS = ("train", "validation", "test")
+# What the Hub has as a label that is not public.
+UNKNOWN = {"-1", "-1.0"}
+
+
+@dataclass
+class Record:
+    """A row as it came: its file, or `datasets` source, its number in that (from 1), and where an error says it is."""
+
+    file: str
+    number: int
+    place: str
+    values: dict[str, Any]
+
+
+class Source:
+    """The rows of a split, one after the other, and what its features say of its labels."""
+
+    def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
+        self.first = next(records)
+        self.records = itertools.chain([self.first], records)
+        self.features = features or {}
+
+    def class_names(self, label_column: str | None) -> list[str] | None:
+        """Return the names of labels that are numbers of names."""
+        feature = self.features.get(label_column or "")
+        feature = getattr(feature, "feature", feature)  # of a list
+        return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
+
+
+def read_sources(settings: TableSettings) -> dict[str, Source]:
+    """Return those splits that there are of "train", "validation" and "test", and that the run reads.
+
+    Raises:
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if a file is no table, or there is no row.
+    """
+    sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
+    if not sources:
+        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
+    return sources
+
+
+def _file_sources(settings: TableSettings) -> dict[str, Source]:
+    paths = {name: getattr(settings, f"{name}_file") for name in _wanted(settings)}
+    return {name: Source(_file_records(each)) for name, each in paths.items() if each}
+
+
+def _wanted(settings: TableSettings) -> list[str]:
+    unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
+    return [name for name in SPLITS if not unread.get(name)]
+
+
+def _file_records(paths: Sequence[str]) -> Iterator[Record]:
+    for path in paths:
+        number = 0
+        for number, (place, values) in enumerate(read_records(Path(path)), start=1):
+            yield Record(path, number, place, values)
+        if not number:
+            raise ValueError(f"{path} is empty: it has no row")
+
+
+def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
+    found = load_splits(settings)
+    sources = {}
+    for name in _wanted(settings):
+        given = getattr(settings, f"{name}_split_name")
+        split = given or name
+        if split in found and len(found[split]):
+            file = f"{settings.dataset_name} ({split})"
+            records = (Record(file, i, f"{file}, row {i}", row) for i, row in enumerate(found[split], start=1))
+            sources[name] = Source(records, found[split].features)
+        elif given is not None:
+            raise ValueError(
+                f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
+                f"{', '.join(map(str, found))}: name one with --{name}_split_name"
+            )
+    if not sources:
+        there = ", ".join(map(str, found))
+        raise ValueError(
+            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
+            f"{there}: name one with --validation_split_name"
+        )
+    return sources
+
+
+def has_column(record: Record, column: str) -> bool:
+    """Say whether a row has a column; of a nested one that is null nobody knows."""
+    return column in record.values or column_value(record.values, column) is not None
+
+
+def missing_column(record: Record, column: str, flag: str) -> ValueError:
+    """Return the error of a row that lacks a column, which `flag` names."""
+    there = " ".join(", ".join(column_names(record.values)).split()) or "none"
+    return ValueError(f"{record.place}: there is no column {column!r}; its columns are {there}: {flag} names it")
+
+
+def text_of(record: Record, column: str, flag: str) -> str:
+    """Return a row's text in a column.
+
+    Raises:
+        ValueError: if it has none there; the message says that `flag` names the column.
+    """
+    text = column_value(record.values, column)
+    if isinstance(text, str) and is_unicode(text):
+        return text
+    if text is None and not has_column(record, column):
+        raise missing_column(record, column, flag)
+    what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
+    raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with {flag}")
+
+
+def named_label(value: Any, names: Sequence[str]) -> Any:
+    """Return the name of a label that is a number of names, of a list those of its items; None for other numbers."""
+    if isinstance(value, list):
+        return [named_label(each, names) for each in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else None

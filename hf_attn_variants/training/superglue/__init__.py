@@ -1,0 +1,1 @@
+"""SuperGLUE: `classification` and `multiple_choice` with the eight tasks' files, scores and submissions."""

@@ -1,0 +1,34 @@
+"""The benchmark of what to serve a model with: its report of each shape has the engines' ratios."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-bert", "tiny-whisper"])
+def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("serving")
+    for name in ("kept_maps", "quantize"):
+        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "LEAST_WEIGHTS", 1)
+    options = [
+        "--batch_size",
+        "2",
+        "--source_length",
+        "8",
+        "--num_beams",
+        "2",
+        "--max_new_tokens",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    options += ["--num_threads", "1", "--no_peak_memory", "--output_dir", str(tmp_path), "--shape", shape]
+    report = benchmark.main(benchmark.parse_args(options))
+    (row,) = report["runs"]
+    assert next(iter(row["milliseconds"])) == "transformers" and row["advice"].startswith("Take for batch 2")
+    claims = importlib.import_module("speed_claims").claims(f"serving_{shape}_cpu", report)
+    assert len(list(claims)) == len(row["milliseconds"]) - 1 >= 3

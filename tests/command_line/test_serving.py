@@ -1,0 +1,232 @@
+"""`attn-variants benchmark --serving`: which engines it times, what it advises, what it refuses."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from architectures import BERT, T5
+from relatives import RELATIVES, WHISPER
+
+from hf_attn_variants import cli
+from hf_attn_variants.serving import engines, measure, peak_memory
+from hf_attn_variants.serving.engines import Engine, Load, build_model, engines_of, random_inputs, torch_run
+from hf_attn_variants.serving.measure import ServingRow, ServingTable, advice, measure_serving
+
+MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
+HEADS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "whisper": "WhisperForConditionalGeneration"}
+GENERATE = (T5, MARIAN, WHISPER)
+HAS_CTRANSLATE2 = importlib.util.find_spec("ctranslate2") is not None
+needs_ctranslate2 = pytest.mark.skipif(not HAS_CTRANSLATE2, reason="CTranslate2 is not installed")
+SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False}
+
+
+@pytest.fixture
+def small_maps(monkeypatch):
+    """Let the maps of tiny models become int8, as those of real ones do."""
+    from hf_attn_variants.quantization import kept_maps, quantize
+
+    for module in (kept_maps, quantize):
+        monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
+
+
+def config_of(architecture):
+    head = HEADS.get(architecture.name, "BertModel")
+    return architecture.upstream_model(head).config.to_dict() | {"architectures": [head]}
+
+
+def names(table):
+    return [row.engine.name for row in table.rows]
+
+
+@pytest.mark.usefixtures("small_maps")
+@pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
+def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
+    counted, run = [], engines._generate_or_pass
+
+    def spy(model, inputs, options, tokens):
+        counted.append((type(model).__name__, tokens))
+        return run(model, inputs, options, tokens)
+
+    monkeypatch.setattr(engines, "_generate_or_pass", spy)
+    table = measure_serving(config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL)
+    ours = ["transformers", "share_memory", "int8", "share_memory, int8"]
+    found = names(table)
+    assert found[:4] == ours and [name for name in found if name.endswith(", int8")]
+    assert {"CTranslate2", "CTranslate2, int8"} <= {*found} or not HAS_CTRANSLATE2
+    assert {tokens for _, tokens in counted} == {3, 1}
+    upstream = HEADS[architecture.name]
+    assert {name for name, _ in counted} == {upstream, f"AttnVariant{upstream}"}
+    for row in table.rows:
+        assert row.tokens_per_second == pytest.approx(2 * 3 / row.milliseconds * 1e3)
+        assert row.speedup == pytest.approx(table.rows[0].milliseconds / row.milliseconds)
+        assert 0 < row.first_milliseconds
+
+
+@pytest.mark.usefixtures("small_maps")
+def test_engines_of_the_same_weights_write_the_same():
+    config, load = config_of(T5), Load(2, 8, 5, 3)
+    written = {}
+    for engine in engines_of(config, [], False):
+        model, inputs = build_model(config, engine), random_inputs(config, load)
+        assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
+        written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
+    assert torch.equal(written["transformers"], written["share_memory"])
+    assert all(each.shape == (2, 6) for each in written.values())  # no text ends by itself
+    torch_run(model, inputs, load)(2)
+
+
+@needs_ctranslate2
+def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
+    """Greedily; its own results are read, which timing throws away."""
+    import ctranslate2
+
+    from hf_attn_variants.serving.ctranslate2_engine import write_folder
+
+    config, load = config_of(T5), Load(2, 8, 5, 1)
+    [engine] = [each for each in engines_of(config, [], True) if each.ctranslate2 and not each.int8]
+    model, inputs = build_model(config, engine), random_inputs(config, load)
+    expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
+    exported = write_folder(config, model, inputs, tmp_path, False)
+    rows = [[f"<{number}>" for number in row] for row in exported.inputs]
+    translator = ctranslate2.Translator(str(tmp_path))
+    results = translator.translate_batch(rows, beam_size=1, min_decoding_length=5, max_decoding_length=5)
+    assert [each.hypotheses[0] for each in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
+def test_each_engine_has_a_peak(architecture, tmp_path):
+    table = measure_serving(
+        config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL | {"peak_memory": True}
+    )
+    assert all(2**24 < row.peak_bytes < 2**33 for row in table.rows)
+    # CTranslate2's process has no torch in it.
+    smallest = min(table.rows, key=lambda row: row.peak_bytes)
+    assert smallest.engine.ctranslate2 or not HAS_CTRANSLATE2
+
+
+def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys):
+    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
+    assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
+    printed = capsys.readouterr().out
+    assert "Without int8: This T5ForConditionalGeneration has no linear map of" in " ".join(printed.split())
+    assert "share_memory" in printed
+
+
+def test_an_engine_that_fails_alone_is_an_error():
+    if not peak_memory.CLEAR.exists():
+        pytest.skip("this system says no peak")
+    engine, load = Engine("transformers"), Load(1, 8, 3, 1)
+    with pytest.raises(
+        ValueError, match=r"transformers failed in a process of its own \(status 1\).*attn_variant_bart"
+    ):
+        peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+
+
+@pytest.mark.usefixtures("small_maps")
+def test_an_encoder_reads_and_a_variant_is_served_as_it_is(tmp_path, capsys):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
+    BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
+    flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--no_peak_memory", "--json"]
+    assert cli.main(["benchmark", str(tmp_path / "bert"), *flags]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert [row["engine"]["name"] for row in table["rows"][:2]] == ["transformers", "int8"]
+    assert table["rows"][0]["first_milliseconds"] is None and "cannot be exported" in table["left_out"]["CTranslate2"]
+    assert table["rows"][0]["tokens_per_second"] == pytest.approx(16 / table["rows"][0]["milliseconds"] * 1e3)
+    assert cli.main(["benchmark", str(tmp_path / "ours"), *flags]) == 0
+    table = json.loads(capsys.readouterr().out)
+    own = table["rows"][0]["engine"]["name"]
+    assert own.startswith("GQA") and [row["engine"]["name"] for row in table["rows"]] == [own, f"{own}, int8"]
+
+
+@pytest.mark.usefixtures("small_maps")
+def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
+    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
+    flags += ["--num_beams", "2", "--num_key_value_heads", "1", "--no_peak_memory", "--plot", str(tmp_path / "a.png")]
+    assert cli.main(["benchmark", str(tmp_path), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "batch 2, length 8, 3 new tokens, 2 beams" in lines[0] and any(
+        line.startswith("MQA, int8") for line in lines
+    )
+    assert lines[-1].startswith("Take for batch 2, length 8, 3 new tokens (2 beams), this machine: ")
+    assert any("CTranslate2" in line for line in lines)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def table_of(**milliseconds):
+    known = {
+        "transformers": Engine("transformers"),
+        "share": Engine("share_memory", shared=True),
+        "int8": Engine("int8", int8=True),
+        "ct2": Engine("CTranslate2", ctranslate2=True),
+        "ct2_int8": Engine("CTranslate2, int8", int8=True, ctranslate2=True),
+        "mqa": Engine("MQA", 1),
+    }
+    first = milliseconds["transformers"]
+    rows = [
+        ServingRow(known[name], time, [time], 1e3 / time, first / time, 1.0, None, {})
+        for name, time in milliseconds.items()
+    ]
+    return ServingTable("t5", Load(1, 64, 32, 1), rows, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    "times, said",
+    [
+        ({"transformers": 100, "share": 98, "int8": 96}, "transformers (1.00 times transformers)."),
+        ({"transformers": 100, "share": 50, "int8": 49}, "share_memory (2.00 times transformers)."),
+        (
+            {"transformers": 100, "share": 80, "int8": 50},
+            "int8 (2.00 times transformers); share_memory (1.25) where numbers must stay float32's.",
+        ),
+        ({"transformers": 100, "share": 100, "int8": 50}, "int8 (2.00 times transformers)."),
+        (
+            {"transformers": 100, "share": 80, "int8": 50, "ct2": 40, "ct2_int8": 25},
+            "CTranslate2, int8 (4.00 times transformers); CTranslate2 (2.50) where numbers must stay float32's; "
+            "int8 (2.00) within transformers.",
+        ),
+        (
+            {"transformers": 100, "share": 80, "mqa": 60},
+            "share_memory (1.25 times transformers); MQA (1.67) after a conversion whose quality is checked.",
+        ),
+        ({"transformers": 100, "share": 62, "mqa": 60}, "share_memory (1.61 times transformers)."),
+    ],
+)
+def test_the_advice(times, said):
+    where = "Take for batch 1, length 64, 32 new tokens (greedy), this machine: "
+    assert advice(table_of(**times)) == where + said
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--serving", "--attention_window", "4"], "--attention_window is not timed with --serving"),
+        (["--serving", "--no_latents"], "--no_latents is not timed with --serving"),
+        (["--serving", "--dtype", "bfloat16"], "leave --dtype and --device out"),
+        (["--serving", "--device", "cuda"], "leave --dtype and --device out"),
+        (["--plot", "a.png"], "--plot is for --serving"),
+        (["--no_peak_memory"], "--no_peak_memory is for --serving"),
+    ],
+)
+def test_flags_of_the_other_question(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["benchmark", "somewhere", *flags])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rounds": 0}, "`rounds` must be at least 1; got 0"),
+        ({"num_beams": 2}, "`num_beams` is for encoder-decoders"),
+        ({"kv_heads": [5], "length": 8}, "must divide"),
+        ({"length": 10**6}, "the model has"),
+    ],
+)
+def test_numbers_that_do_not_fit(options, message, monkeypatch):
+    monkeypatch.setattr(measure, "_timed", lambda *args: pytest.fail("it was timed"))
+    with pytest.raises(ValueError, match=message):
+        measure_serving(config_of(BERT), **options)

@@ -1,0 +1,114 @@
+"""`attn-variants average`: scores of runs by the benchmarks' own rules, over seeds, and what is no such run."""
+
+import json
+import statistics
+
+import pytest
+
+from hf_attn_variants import cli
+from hf_attn_variants.commands.average import main, parse_args
+
+GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def call(name, task, seed=1, model="./bert", benchmark=None, arguments=None, **scores):
+        folder = tmp_path / name
+        folder.mkdir()
+        results = {f"eval_{key}": value for key, value in scores.items()} | {"task_name": task, "seed": seed}
+        results |= {"benchmark": benchmark} if benchmark else {}
+        results["arguments"] = {"model_name_or_path": model, "max_eval_samples": None, **(arguments or {})}
+        (folder / "all_results.json").write_text(json.dumps(results))
+        return folder
+
+    return call
+
+
+def average(*folders, output_file=None):
+    flags = [] if output_file is None else ["--output_file", str(output_file)]
+    return main(parse_args([*map(str, folders), *flags]))
+
+
+def test_glues_average_is_the_mean_of_tasks_whose_two_metrics_are_averaged_first(write, capsys):
+    scores = {
+        "cola": {"matthews_correlation": 0.5},
+        "stsb": {"pearson": 0.8, "spearmanr": 0.7, "combined_score": 0.75},
+        "mrpc": {"accuracy": 0.9, "f1": 0.8, "combined_score": 0.85},
+        "qqp": {"accuracy": 0.9, "f1": 0.7},
+        "mnli": {"accuracy": 0.8, "accuracy_mm": 0.9},
+    }
+    folders = [write(task, task, **scores.get(task, {"accuracy": 0.6})) for task in GLUE]
+    [found] = average(*folders)["glue"]
+    expected = (0.5 + 0.75 + 0.85 + 0.8 + 0.85 + 4 * 0.6) / 9
+    assert found["average"] == {"mean": pytest.approx(expected), "deviation": None, "seeds": [1]}
+    assert not found["missing"] and list(found["tasks"]) == GLUE
+    printed = capsys.readouterr().out
+    assert f"{100 * expected:.1f}\n" in printed and "±" not in printed and " of 9" not in printed
+
+
+def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, capsys):
+    names = {"cb": ("accuracy", "f1_macro"), "record": ("f1", "exact_match")}
+    values = {(task, seed): (seed / 10, seed / 20) for task in names for seed in (1, 2, 3)}
+    folders = [
+        write(f"{task}{seed}", task, seed, "./bert", "superglue", **dict(zip(names[task], pair, strict=True)))
+        for (task, seed), pair in values.items()
+    ]
+    folders.append(write("other", "cb", 1, "a/b", "superglue", accuracy=0.9, f1_macro=0.9))
+    found = average(*folders, output_file=tmp_path / "scores.json")
+    first, second = found["superglue"]
+    by_seed = [statistics.fmean(values["cb", seed]) for seed in (1, 2, 3)]
+    assert first["tasks"]["cb"]["mean"] == pytest.approx(statistics.fmean(by_seed))
+    assert first["tasks"]["cb"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
+    assert first["tasks"]["cb"]["seeds"] == {
+        seed: pytest.approx(each) for seed, each in zip((1, 2, 3), by_seed, strict=True)
+    }
+    assert first["average"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
+    assert (first["model"], second["model"]) == ("./bert", "a/b") and "boolq" in first["missing"]
+    assert json.loads((tmp_path / "scores.json").read_text())["superglue"][1]["average"]["mean"] == pytest.approx(0.9)
+    printed = capsys.readouterr().out
+    assert "15.0 ± 7.5" in printed and "(2 of 8)" in printed and "90.0 (1 of 8)" in printed
+    assert "compare it with the same ones alone" in " ".join(printed.split())
+
+
+def test_the_averages_spread_is_over_the_seeds_that_all_tasks_share(write):
+    folders = [write(f"rte{seed}", "rte", seed, accuracy=seed / 10) for seed in (1, 2, 3)]
+    folders += [write(f"wnli{seed}", "wnli", seed, accuracy=0.5) for seed in (2, 3, 4)]
+    [found] = average(*folders)["glue"]
+    assert found["average"]["mean"] == pytest.approx((0.2 + 0.5) / 2) and found["average"]["seeds"] == [2, 3]
+    assert found["average"]["deviation"] == pytest.approx(statistics.stdev([0.35, 0.4]))
+
+
+def test_rte_of_superglue_is_not_that_of_glue(write):
+    found = average(write("a", "rte", accuracy=0.5), write("b", "rte", benchmark="superglue", accuracy=0.7))
+    assert found["glue"][0]["average"]["mean"] == 0.5 and found["superglue"][0]["average"]["mean"] == 0.7
+
+
+def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    part = write("part", "cola", arguments={"max_eval_samples": 5}, matthews_correlation=1.0)
+    other = write("other", "squad", f1=90.0)
+    found = average(write("good", "cola", matthews_correlation=0.5), part, other, tmp_path / "empty")
+    assert found["glue"][0]["average"]["mean"] == 0.5
+    assert found["left_out"] == {
+        str(part): "its scores are of the first 5 rows of the dev set alone",
+        str(other): "its run is of no task of GLUE or SuperGLUE",
+        str(tmp_path / "empty"): "it has no all_results.json",
+    }
+    assert f"left out: {part}: its scores are of the first 5 rows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
+    first = write("first", "cola", matthews_correlation=0.5)
+    with pytest.raises(
+        ValueError, match=r"first and .*second are both of glue cola, the model ./bert and seed 1: give"
+    ):
+        average(first, write("second", "cola", matthews_correlation=0.6))
+    with pytest.raises(ValueError, match=r"eval_matthews_correlation must be a number, got None"):
+        average(write("nothing", "cola", matthews_correlation=None))
+    with pytest.raises(ValueError, match=r"no folder has the results of a GLUE or SuperGLUE task \(.*squad: its run"):
+        average(write("squad", "squad", f1=1.0))
+    with pytest.raises(OSError, match="nowhere: no such folder"):
+        average(tmp_path / "nowhere")
+    assert cli.main(["average", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err

@@ -1,0 +1,395 @@
+"""Values of another size than keys: by the formula, beside every other field, in caches; counted and refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BERT, T5, token_ids
+from fixtures.caches import cache_of, with_cache
+from fixtures.decoding import at_once, decoder_batch, in_steps
+from fixtures.field_values import FIELDS, beside_field, of_host, value_of
+from relatives import RELATIVES
+from torch import nn
+
+from hf_attn_variants import convert, reference
+from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.hub.card_text import size_rows, summary
+from hf_attn_variants.inspection.costs import cost_table
+from hf_attn_variants.inspection.counting import attention_parameters, kv_cache_bytes, kv_cache_bytes_per_token
+from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
+from hf_attn_variants.modeling.hosts.t5_family import T5FamilyAttentionMixin
+
+pytestmark = pytest.mark.cross_product
+
+ROWS = (*ARCHITECTURES, *RELATIVES)
+EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+ROW = {row.name: row for row in ROWS}
+# Heads of the tiny models have 4 numbers, those of a T5 8, those of a BART's encoder 12.
+SMALL, LARGE = 3, 14
+SIDES = ("right", "left")
+
+
+def first_head(row):
+    return next(iter(row.heads))
+
+
+def batch_of(row, side):
+    batch = row.batch(first_head(row))
+    if side == "left" and "attention_mask" in batch:
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+    return batch
+
+
+def outputs_and_gradients(model, batch):
+    """A model's last hidden states where tokens are, and the gradients of their weighted sum."""
+    model.zero_grad()
+    floats = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+    output = model(**floats, use_cache=False)[0]
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == output.shape[:2]:
+        output = output[mask.bool()]
+    torch.manual_seed(2)
+    (output * torch.randn_like(output)).sum().backward()
+    return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(one, other, what=""):
+    size = float(other.abs().max()) if other.numel() else 0.0
+    torch.testing.assert_close(one, other, atol=1e-6 * max(1.0, size), rtol=0, msg=lambda text: f"{what}: {text}")
+
+
+# Each attention by the formula
+
+
+def heads_of(states, size):
+    return states.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def by_the_formula(module, maps, states, mask, memory, bias):
+    """Outputs of all heads, one at a time (`reference.attention_core`), of maps, inputs and a mask."""
+    config, is_cross = module.config, memory is not None
+    memory = states if memory is None else memory
+    if hasattr(module, "kv_a_proj"):
+        memory = memory @ module.kv_a_proj.weight.T
+    query, key, value = (
+        nn.functional.linear(x, each.weight, each.bias) for x, each in zip((states, memory, memory), maps, strict=True)
+    )
+    query = heads_of(query, query.shape[-1] // module.heads.query)
+    key, value = heads_of(key, query.shape[-1]), heads_of(value, config.value_head_dim)
+    n, m = query.shape[2], key.shape[2]
+    added = torch.zeros(len(states), 1, n, m, dtype=states.dtype)
+    if mask is not None:
+        added = added.masked_fill(~mask, -torch.inf)
+    elif module.is_causal and not is_cross:
+        added = added.masked_fill(torch.ones(n, m).triu(1).bool(), -torch.inf)
+    scale = 1.0 if hasattr(config, "d_kv") else query.shape[-1] ** -0.5
+    output, weights = reference.attention_core(query, key, value, scale=scale, bias=bias, mask=added)
+    return output.transpose(1, 2).flatten(2), weights
+
+
+def with_the_formula(monkeypatch):
+    """Have every attention be computed by the formula; return the sizes of values that it met."""
+    sizes = []
+
+    def attend_by_maps(self, maps, states, mask, dropout, memory=None, cache=None, **options):
+        sizes.append(maps[2].out_features)
+        return by_the_formula(self, maps, states, mask, memory, None)
+
+    def outputs_and_bias(self, states, memory, mask, cache, position_bias, kwargs):
+        if position_bias is None and self.has_relative_attention_bias:
+            length = states.shape[1]
+            position_bias = self.compute_bias(length, length, states.device, 0)
+        sizes.append(self.v.out_features)
+        output, weights = by_the_formula(self, (self.q, self.k, self.v), states, mask, memory, position_bias)
+        return output @ self.o.weight.T, position_bias, weights
+
+    monkeypatch.setattr(AttentionVariantMixin, "attend_by_maps", attend_by_maps)
+    monkeypatch.setattr(T5FamilyAttentionMixin, "outputs_and_bias", outputs_and_bias)
+    return sizes
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+def test_a_host_attends_by_the_formula(row, size, heads, side, latent, monkeypatch):
+    fields = dict.fromkeys(row.config_class.kv_heads_fields(), heads)
+    fields |= dict.fromkeys(row.config_class.rank_fields() if latent else (), 16)
+    model = row.model(first_head(row), value_head_dim=size, **fields).double()
+    batch = batch_of(row, side)
+    found = [outputs_and_gradients(model, batch)]
+    model.set_attn_implementation("eager")
+    found.append(outputs_and_gradients(model, batch))
+    model.set_attn_implementation("sdpa")
+    sizes = with_the_formula(monkeypatch)
+    expected = outputs_and_gradients(model, batch)
+    assert sizes and all(each % size == 0 for each in sizes)
+    for output, gradients in found:
+        assert_near(output, expected[0])
+        assert gradients.keys() == expected[1].keys()
+        for name, gradient in gradients.items():
+            assert_near(gradient, expected[1][name], name)
+
+
+# Beside every other field: values of few numbers are values of as many as keys, the others zeros
+
+
+def padded(tensor, axis, heads, size):
+    """A tensor whose axis has a few numbers of each head, with zeros up to `size` of them."""
+    split = tensor.unflatten(axis, (heads, -1))
+    missing = split.new_zeros(*split.shape[: axis + 1], size - split.shape[axis + 1], *split.shape[axis + 2 :])
+    return torch.cat([split, missing], axis + 1).flatten(axis, axis + 1)
+
+
+def widened(model, states):
+    """The states of the model whose values are as wide as keys, and whose attentions read zeros there."""
+    states, config = dict(states), model.config
+    for site, path, module in model.named_attentions():
+        heads, d = site.heads(config, path), config.attention_head_dim(site.kv_heads_field)
+        root = next(name for name, each in model.named_modules() if each is module) + "."
+        for part in ("weight", "bias"):
+            if (name := f"{root}{site.value}.{part}") in states:
+                states[name] = padded(states[name], 0, heads.value, d)
+        name = f"{root}{site.output}.weight"
+        states[name] = padded(states[name], 1, heads.output, d)
+        name = f"{root}{site.core + '.' if site.core else ''}compression.value_conv"
+        if name in states:
+            stride = states[name].shape[1] // config.value_head_dim
+            states[name] = padded(padded(states[name], 1, stride, d), 2, 1, d)
+    return states
+
+
+def assert_is_its_twin(row, fields, side):
+    model = row.model(first_head(row), **fields, value_head_dim=SMALL).double()
+    twin = row.model(first_head(row), **fields).double()
+    twin.load_state_dict(widened(model, model.state_dict()))
+    batch = batch_of(row, side)
+    output, gradients = outputs_and_gradients(model, batch)
+    expected, others = outputs_and_gradients(twin, batch)
+    assert_near(output, expected)
+    assert gradients.keys() == others.keys()
+    # The twin's zeros have gradients of their own, which are no parameters of the model.
+    kept = widened(model, {name: torch.ones_like(each) for name, each in model.state_dict().items()})
+    for name, gradient in gradients.items():
+        assert_near(gradient.flatten(), others[name][kept[name].bool()], name)
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("field", [name for name in FIELDS if name != "value_head_dim"])
+@pytest.mark.parametrize("side", SIDES)
+def test_beside_another_field_it_is_zeros_in_the_last_numbers(row, field, side):
+    if field not in row.config_class.variant_fields():
+        return
+    fields = of_host(row, **beside_field(field) | {field: value_of(row, field)})
+    try:
+        row.config(**fields)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            row.config(**fields, value_head_dim=SMALL)
+        return
+    assert_is_its_twin(row, fields, side)
+
+
+SINUSOIDS = {"position_embedding_type": "sinusoidal"}
+TRANSIENT = {"encoder_attention_window": 4, "encoder_attention_block_size": 3}
+EVERYWHERE = ("attention_kernel", "encoder_attention_kernel", "cross_attention_kernel")
+MECHANISMS = {
+    "compressed": ("bert", {"attention_pattern": "memory_compressed", "attention_block_size": 3}),
+    "transient": ("t5", {"encoder_attention_pattern": "transient_global", **TRANSIENT}),
+    "linformer": ("bert", {"attention_kernel": "linformer", "attention_kernel_features": 4}),
+    "hybrid": ("bart", {"attention_kernel": "hybrid", "attention_window": 4}),
+    **{name: ("t5", dict.fromkeys(EVERYWHERE, name) | SINUSOIDS) for name in ("relu", "hedgehog", "favor", "rfa")},
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("side", SIDES)
+def test_beside_what_has_parameters_or_formulas_of_its_own(name, side):
+    row, fields = MECHANISMS[name]
+    assert_is_its_twin(ROW[row], fields, side)
+
+
+# Decoding
+
+
+DECODERS = {
+    **{row.name: list(row.heads)[1] for row in ROWS if hasattr(row.config_class, "encoder_decoder_layers")},
+    **{"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM"},
+}
+EVERY_DECODER = pytest.mark.parametrize("name", DECODERS)
+
+
+def decoder(name, size, **fields):
+    return ROW[name].model(DECODERS[name], value_head_dim=size, **fields)
+
+
+@EVERY_DECODER
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
+def test_a_cache_gives_what_the_whole_text_does_and_keeps_values_of_their_size(name, size, heads):
+    model = decoder(name, size, num_key_value_heads=heads)
+    batch = decoder_batch(ROW[name], DECODERS[name])
+    steps, cache = in_steps(model, batch)
+    torch.testing.assert_close(steps, at_once(model, batch), atol=1e-4, rtol=0)
+    count, d = model.config.num_key_value_heads, model.config.attention_head_dim()
+    for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)):
+        for layer in part.layers if part is not None else ():
+            assert layer.keys.shape[1::2] == (count, d) and layer.values.shape[1::2] == (count, size)
+
+
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
+LATENTS = {"kv_lora_rank": 16}
+GENERATIONS = {
+    "mqa": {"num_key_value_heads": 1},
+    "talking": {"talking_heads": "both"},
+    "window": WINDOW,
+    "kernel": {"attention_kernel": "elu"},
+    "latent": LATENTS,
+    "shared memory": {"cross_kv_lora_rank": "width"},
+}
+
+
+@EVERY_DECODER
+@pytest.mark.parametrize("kind", GENERATIONS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_a_cache_is_that_without(name, kind, beams):
+    row = ROW[name]
+    fields = of_host(row, **GENERATIONS[kind])
+    if fields.get("cross_kv_lora_rank"):
+        if "cross_kv_lora_rank" not in row.config_class.variant_fields():
+            return
+        fields["cross_kv_lora_rank"] = row.config().hidden_size
+    model = decoder(name, SMALL, **fields)
+    batch = row.batch(DECODERS[name])
+    batch.pop("decoder_input_ids", None)
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    if "input_ids" in batch and name in ("bert", "roberta", "electra"):
+        batch = {"input_ids": token_ids(2, 4)}
+    found = model.generate(**batch, **options, use_cache=True)
+    assert found.equal(model.generate(**batch, **options, use_cache=False))
+    if kind in ("mqa", "talking", "latent", "shared memory"):
+        assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+
+
+def test_cross_attention_of_a_decoder_that_reads_states():
+    fields = {"is_decoder": True, "add_cross_attention": True, "num_key_value_heads": 4}
+    model = BERT.model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
+    plain = BERT.model("BertLMHeadModel", **fields).double()
+    plain.load_state_dict(widened(model, model.state_dict()))
+    ids, memory = token_ids(3, 7), torch.randn(3, 5, 48, dtype=torch.float64)
+    mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [0] * 3 + [1] * 2])
+    others = {"encoder_hidden_states": memory, "encoder_attention_mask": mask}
+    with torch.no_grad():
+        expected = plain(ids, **others, use_cache=False).logits
+        assert_near(model(ids, **others, use_cache=False).logits, expected)
+        first = model(ids[:, :4], **others, use_cache=True)
+        second = model(ids[:, 4:], **others, **with_cache(cache_of(first)), use_cache=True)
+    assert_near(torch.cat([first.logits, second.logits], 1), expected)
+
+
+# Counting, saving, refusing
+
+
+@EVERY_ROW
+def test_it_is_counted(row):
+    few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
+    width, numbers, tokens = few.config.hidden_size, 0, 0
+    for site, _, module in few.named_attentions():
+        heads = few.config.query_heads(site.kv_heads_field)
+        saved = (few.config.attention_head_dim(site.kv_heads_field) - SMALL) * heads
+        bias = saved if module.get_submodule(site.value).bias is not None else 0
+        numbers += 2 * saved * width + bias
+        tokens += saved * (site.stack_of(few.config) == "decoder")
+    assert attention_parameters(plain) - attention_parameters(few) == numbers
+    assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
+    if tokens:
+        sizes = [sum(kv_cache_bytes_per_token(each, 4).values()) for each in (plain, few)]
+        assert sizes[0] - sizes[1] == 4 * tokens
+        assert kv_cache_bytes(plain, 4, 7, 7) - kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
+
+
+def test_flops_cards_and_tables_say_it(tmp_path):
+    model = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    late = ("value_head_dim", "per_layer_values")
+    configs = (config, {name: value for name, value in config.items() if name not in late})
+    table, plain = (cost_table(each, length=16, source_length=16) for each in configs)
+    assert [row.name for row in table.rows] == [
+        f"{name} + values of {SMALL}" for name in ("MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA")
+    ]
+    assert [row.convertible for row in table.rows] == [True] + [False] * 5 and table.current.name.startswith("MHA")
+    saved = 2 * 2 * 12 * (8 - SMALL)  # of two layers, for each multiply-add
+    one = plain.rows[0]
+    # Each token's self-attention, and of a decoder's its cross-attention: maps of 40 numbers to values and back, and
+    # weighted sums of 16 tokens; what cross-attention makes of a token of the encoder is the encoder's.
+    expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
+    found = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
+    assert found == expected
+    fields = ("num_key_value_heads", "encoder_num_key_value_heads")
+    assert ("numbers of a value head", str(SMALL)) in size_rows(table, model.config, fields)
+    text = summary(model.config, fields, "AttnVariantT5ForConditionalGeneration", None, ())
+    assert f"and {SMALL} numbers of a value head, as" in text
+
+
+@EVERY_ROW
+def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
+    model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["value_head_dim"], saved["attn_variants_format"]) == (SMALL, 4)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert again(**batch)[0].equal(model(**batch)[0])
+    plain = row.config()
+    sizes = {plain.attention_head_dim(name) for name in plain.kv_heads_fields()}
+    same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
+    for config in (plain, same):
+        values = config.to_dict()
+        assert "value_head_dim" not in values and values["attn_variants_format"] == 2
+        assert type(config).from_dict(values).value_head_dim is None
+    with pytest.raises(ValueError, match=r"`attn_variants_format` 4.*this configuration is of 1: give"):
+        row.config(value_head_dim=SMALL, attn_variants_format=1)
+
+
+def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
+    fields = {"d_model": 64, "num_heads": 8, "d_kv": 16, "d_ff": 64, "num_layers": 1, "initializer_factor": 1.0}
+    torch.manual_seed(0)
+    model = type(T5.model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
+    for _, _, module in model.named_attentions():
+        assert module.o.weight.std().item() == pytest.approx((8 * 64) ** -0.5, rel=0.05)
+        assert module.v.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8", True, 2**16 + 1])
+def test_a_size_is_a_whole_number(value):
+    with pytest.raises(ValueError, match=rf"`value_head_dim` must be a whole number, at least 1.*; got {value!r}"):
+        BERT.config(value_head_dim=value)
+
+
+def test_it_is_of_models_from_scratch(tmp_path):
+    source = BERT.upstream_model("BertModel")
+    with pytest.raises(ValueError, match="`value_head_dim` is of models that are trained from scratch"):
+        convert(source, num_key_value_heads=4, value_head_dim=SMALL)
+    same = convert(source, num_key_value_heads=4, value_head_dim=4).config
+    assert same.value_head_dim is None and same.num_key_value_heads == 4
+    with pytest.raises(ValueError, match="nothing to convert"):
+        convert(source, value_head_dim=4)
+    model = BERT.model("BertModel", value_head_dim=SMALL)
+    with pytest.raises(ValueError, match=r"values of another size than keys \(`value_head_dim` is 3\) cannot be conv"):
+        convert(model, num_key_value_heads=4)
+    source.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="has value heads of 4 numbers, the configuration asks for 3"):
+        type(model).from_pretrained(tmp_path / "plain", value_head_dim=SMALL)
+    with pytest.raises(ValueError, match="has value heads of 4 numbers, the configuration asks for 3"):
+        type(model).from_pretrained(tmp_path / "plain", config=model.config)
+    with pytest.raises(ValueError, match="has value heads of 3 numbers, the configuration asks for 4"):
+        type(model).from_pretrained(tmp_path / "model", config=BERT.config())
+    assert type(model).from_pretrained(tmp_path / "plain", value_head_dim=4).config.value_head_dim is None
+    with pytest.raises(ValueError, match=r"value heads of another size .* \(`value_head_dim` is 3\) have no form"):
+        export_transformers(tmp_path / "model", tmp_path / "exported")
+    with pytest.raises(ValueError, match='value_head_dim=3 cannot run under attn_implementation="flex_attention"'):
+        type(model)._from_config(model.config, attn_implementation="flex_attention")

@@ -1,0 +1,253 @@
+"""The plan of a sweep: its file, its grid, its flags as the command's own parser knows them, and what is refused."""
+
+import json
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hf_attn_variants import cli
+from hf_attn_variants.commands import sweep as command
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
+
+FLAGS = {
+    "model_type": "bert",
+    "tokenizer_name": "a/tokenizer",
+    "train_file": ["a.txt"],
+    "max_train_steps": 3,
+    "config_overrides": {"hidden_size": 32, "num_hidden_layers": 1},
+}
+VARIANTS = {"multi-head": {}, "multi-query": {"num_key_value_heads": 1}}
+BASE = {"command": "pretrain", "seeds": [0, 1], "flags": FLAGS, "variants": VARIANTS}
+
+
+@pytest.fixture
+def dry_run(tmp_path, capsys):
+    """What a dry run prints of a file's content, as (name, words) of each command."""
+
+    def call(content, *more, name="a_sweep.json"):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        status = cli.main(["sweep", str(path), "--dry_run", *more])
+        printed = capsys.readouterr()
+        if status != 0:
+            assert status == 2 and printed.err.count("\n") == 1, printed.err
+            return printed.err
+        call.last = printed.out.splitlines()[-1]
+        found, of = [], None
+        for line in printed.out.splitlines()[:-1]:
+            if line.startswith("# "):
+                of = line[2:]
+            else:
+                found.append((of, shlex.split(line)))
+        return found
+
+    return call
+
+
+def value_of(words, flag):
+    return words[words.index(f"--{flag}") + 1]
+
+
+def test_variants_times_seeds(dry_run):
+    found = dry_run(BASE, "--output_dir", "out")
+    names = ["multi-head, seed 0", "multi-query, seed 0", "multi-head, seed 1", "multi-query, seed 1"]
+    assert [name for name, _ in found] == names
+    assert dry_run.last == "# 4 commands: 4 runs, 2 variants with 2 seeds each"
+    words = found[3][1]
+    assert words[:2] == ["attn-variants", "pretrain"]
+    assert json.loads(value_of(words, "config_overrides")) == FLAGS["config_overrides"]
+    assert (value_of(words, "seed"), value_of(words, "num_key_value_heads")) == ("1", "1")
+    assert value_of(words, "output_dir") == "out/runs/multi-query/seed-1/trained"
+    assert "--num_key_value_heads" not in found[2][1]
+
+
+def test_a_grid_multiplies_variants_and_merges_objects(dry_run):
+    heads = {"2": {"config_overrides": {"num_attention_heads": 2}}, "4": {"config_overrides": {"hidden_size": 64}}}
+    found = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
+    assert len(found) == 8 and dry_run.last.startswith("# 8 commands: 8 runs, 8 variants with 1 seeds")
+    name, words = found[-1]
+    assert name == "multi-query, heads 4, learning_rate 0.0001, seed 5"
+    assert json.loads(value_of(words, "config_overrides")) == {"hidden_size": 64, "num_hidden_layers": 1}
+    assert value_of(words, "learning_rate") == "0.0001"
+
+
+def test_conversions_come_before_and_references_stand_beside_the_grid(dry_run):
+    flags = {"objective": "mlm", "train_file": ["a.txt"]}
+    content = {
+        "command": "uptrain",
+        "seeds": 3,
+        "flags": flags,
+        "convert": {"model_name_or_path": "a/model"},
+        "variants": {"mean": {"convert": {"method": "mean"}}},
+        "references": {"as it is": {"convert": None}},
+        "grid": {"convert.num_key_value_heads": [1, 2]},
+    }
+    found = dry_run(content, "--output_dir", "out")
+    assert [name for name, _ in found] == [
+        *["mean, num_key_value_heads 1, seed 3"] * 2,
+        *["mean, num_key_value_heads 2, seed 3"] * 2,
+        "as it is, seed 3",
+    ]
+    convert, train = (words for _, words in found[2:4])
+    assert convert[1] == "convert" and value_of(convert, "num_key_value_heads") == "2"
+    assert value_of(convert, "seed") == "3" and value_of(convert, "method") == "mean"
+    assert value_of(convert, "output_dir") == value_of(train, "model_name_or_path")
+    assert value_of(found[-1][1], "model_name_or_path") == "a/model"
+
+
+def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
+    (tmp_path / "b-2.txt").touch()
+    (tmp_path / "b-1.txt").touch()
+    flags = FLAGS | {"cpu": True, "whole_word_mask": False, "train_file": ["a.txt", f"{tmp_path}/b-*.txt"]}
+    variants = {"a": {"dropout_rate": 0.1}, "b": {"cpu": False, "max_eval_samples": None}}
+    content = BASE | {"flags": flags, "variants": variants, "launch": ["torchrun", "--nproc_per_node", 2]}
+    words = dry_run(content)[0][1]
+    assert words[:7] == ["torchrun", "--nproc_per_node", "2", "-m", "attn_variants", "pretrain", "--model_type"]
+    at = words.index("--train_file")
+    assert words[at + 1 : at + 4] == ["a.txt", f"{tmp_path}/b-1.txt", f"{tmp_path}/b-2.txt"]
+    assert "--cpu" in words and "--whole_word_mask" not in words
+    assert "--cpu" not in dry_run(content)[1][1]
+
+
+YAML = """
+title: ${WHAT} on text
+command: pretrain
+seeds: [0]
+variables:
+  WHAT: null
+  STEPS: 7
+  LAYERS: 1
+flags:
+  model_type: bert
+  tokenizer_name: ${WHAT}/tokenizer
+  train_file: a.txt
+  learning_rate: 1e-3
+  max_train_steps: ${STEPS}
+  config_overrides:
+    num_hidden_layers: ${LAYERS}
+grid:
+  num_warmup_steps: [0, 1]
+"""
+
+
+def test_variables_are_given_and_keep_their_kind(dry_run):
+    found = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
+    assert [name for name, _ in found] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
+    words = found[0][1]
+    assert value_of(words, "tokenizer_name") == "x/y/tokenizer" and value_of(words, "max_train_steps") == "7"
+    assert json.loads(value_of(words, "config_overrides")) == {"num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sed": [0]}, "unknown key `sed`: did you mean `seeds`?"),
+        ({"command": "pretain"}, "`command` 'pretain' is no training: did you mean `pretrain`?"),
+        ({"command": None}, "give `command`, a training: there are `classify`,"),
+        ({"seeds": [0, 0]}, "`seeds` must be different"),
+        ({"seeds": [-1]}, "`seeds` must be whole numbers of at least 0"),
+        ({"variants": {}}, "give `variants`, or a `grid` of values"),
+        ({"variants": {"a": {}, "b": {"model_type": "bert"}}}, "'a' and 'b' are the same commands: leave one out"),
+        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "'a b' and 'a-B' would share the folder runs/a-b"),
+        (
+            {"variants": {"a": {"learning_rat": 1}}},
+            "'a': `attn-variants pretrain` has no flag `learning_rat`: did you",
+        ),
+        ({"variants": {"a": {"max_steps": 1}}}, "has no flag `max_steps`: --max_train_steps"),
+        ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` of `attn-variants pretrain` is given by the sweep"),
+        ({"variants": {"a": {"talking_heads": "logit"}}}, "'a': argument --talking_heads: invalid choice: 'logit'"),
+        ({"variants": {"a": {"warmup_ratio": 2}}}, "'a': --warmup_ratio must be in [0, 1), got 2.0"),
+        (
+            {"variants": {"a": {"max_length": [1, 2]}}},
+            "`max_length` of `attn-variants pretrain` takes text or a number",
+        ),
+        ({"variants": {"a": {"cpu": "yes"}}}, "`cpu` of `attn-variants pretrain` is true or false, got 'yes'"),
+        ({"variants": {"a": {"train_file": "none/*.gz"}}}, "'a': `train_file`: no file is called none/*.gz"),
+        ({"variants": {"a": 3}}, "`variants`, 'a' must be an object, got 3"),
+        ({"grid": {"learning_rate": []}}, "`grid`, `learning_rate` must be a list of values"),
+        ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` has 1 twice"),
+        ({"references": {"c": {}}}, "`references` are what the grid does not multiply"),
+        ({"convert": {"methd": "mean"}}, "`attn-variants convert` has no flag `methd`: did you mean `method`?"),
+        (
+            {"convert": {"model_name_or_path": "a"}, "flags": FLAGS | {"model_name_or_path": "a"}},
+            "leave it out of the",
+        ),
+        ({"launch": ["no-such-launcher"]}, "`launch`: there is no program 'no-such-launcher' here"),
+        ({"variables": {"DATA": "x"}}, "the variable `DATA` stands nowhere in the file"),
+        (
+            {"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}},
+            "has no DAT; did you mean `DATA`?",
+        ),
+        ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "as in --set DATA=VALUE"),
+    ],
+)
+def test_a_wrong_file_is_one_line_before_anything_runs(dry_run, change, message):
+    found = dry_run(BASE | change)
+    assert isinstance(found, str) and message in found, found
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` stands twice in one object"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` stands twice in one object"),
+        ("command: [\n", "not YAML"),
+        ("- a\n", "must hold an object with the keys"),
+        ("command: pretrain\nvariants:\n  8: {}\n", "8 is no name: put it in quotes"),
+    ],
+)
+def test_what_yaml_would_take_in_silence(dry_run, text, message):
+    assert message in dry_run(text, name="a.yml")
+
+
+def test_json_has_no_key_twice_and_other_files_are_none(dry_run, tmp_path):
+    assert "`command` stands twice" in dry_run('{"command": "pretrain", "command": "glue"}')
+    assert "a sweep is a .yaml, .yml or .json file" in dry_run("", name="a.toml")
+    assert "no such variable; the file has no `variables`" in dry_run(BASE, "--set", "A=1")
+
+
+def test_the_command_line(capsys):
+    for argv, message in (
+        (["a.yaml"], "--output_dir is needed"),
+        (["a.yaml", "--dry_run", "--set", "A"], "--set A: write NAME=VALUE"),
+        (["a.yaml", "--dry_run", "--set", "A=1", "A=2"], "--set gives a variable twice"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            command.parse_args(argv)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    args = command.parse_args(["--output_dir", "out", "a.yaml", "--set", "A=x=1", "B=2"])
+    assert args.set == {"A": "x=1", "B": "2"} and args.file == "a.yaml"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_of_the_repository_is_a_plan(path, tmp_path, capsys, monkeypatch):
+    """Its flags are those of its command, whatever data it is given."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("wikipedia/train-0.txt.gz", "wikipedia/valid.txt.gz", "train-0.txt.gz", "valid.txt.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    text = path.read_text()
+    needed = re.findall(r"^  (\w+): +null", text, re.M)
+    given = ["--set", *(f"{name}={tmp_path}" for name in needed)] if needed else []
+    assert cli.main(["sweep", str(path), "--dry_run", *given]) == 0, capsys.readouterr().err
+    assert "runs, " in capsys.readouterr().out.splitlines()[-1]
+    assert max(map(len, text.splitlines())) <= 119
+    if path.stem.endswith("_cluster"):
+        assert (path.with_name(path.name.replace("_cluster", ""))).is_file() and "ntried" in text
+
+
+def test_the_file_of_the_documentation_is_a_plan(dry_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wikipedia").mkdir()
+    (tmp_path / "wikipedia/train-0.txt.gz").touch()
+    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    assert len(dry_run(text, "--set", "DATA=.", name="docs.yaml")) == 4
+    # And that of --help.
+    text = re.search(r"A file .* in full:\n(.*?)\n\n", command.EXAMPLE, re.S)[1]
+    assert len(dry_run(textwrap.dedent(text), "--set", "DATA=.", name="help.yaml")) == 4

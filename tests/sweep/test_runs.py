@@ -1,0 +1,259 @@
+"""Real tiny sweeps, from the file to the table and the plot: what runs, what is not run again, and what fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.kills import draw_points
+
+from hf_attn_variants import cli
+from hf_attn_variants.sweep.drawing import draw_sweep
+from hf_attn_variants.sweep.results import Contestant, SweepResults, number
+
+# Of a run these differ from one time to the next.
+TIMES = ("runtime", "per_second", "date", "arguments")
+
+
+@pytest.fixture(scope="module")
+def sweep_file(tmp_path_factory):
+    """A file with a conversion, a training of six steps with checkpoints, and two seeds."""
+    folder = tmp_path_factory.mktemp("sweep")
+    content = {
+        "title": "tiny",
+        "command": "glue",
+        "seeds": [0, 1],
+        "metrics": ["eval_pearson", "eval_loss"],
+        "convert": {"model_name_or_path": str(make_tiny_bert(folder / "bert"))},
+        "flags": {
+            "task_name": "stsb",
+            "data_dir": str(FIXTURES / "STS-B"),
+            "max_length": 16,
+            "per_device_train_batch_size": 4,
+            "learning_rate": "1e-3",
+            "max_train_steps": 6,
+            "checkpointing_steps": 2,
+            "save_total_limit": 1,
+            "cpu": True,
+        },
+        "variants": {"multi-head": {"convert": None}, "grouped": {"convert": {"num_key_value_heads": 2}}},
+    }
+    (folder / "tiny.json").write_text(json.dumps(content))
+    return folder / "tiny.json"
+
+
+def change(path, **changed):
+    other = path.with_name(f"changed-{len(list(path.parent.iterdir()))}.json")
+    other.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return other
+
+
+def run(path, out, *more):
+    return cli.main(["sweep", str(path), "--output_dir", str(out), "--disable_tqdm", *more])
+
+
+def what_stays(out):
+    """All that a sweep found, but for times."""
+    found = json.loads((out / "sweep_results.json").read_text())
+
+    def without_times(value):
+        if isinstance(value, dict):
+            return {key: without_times(each) for key, each in value.items() if not key.endswith(TIMES)}
+        return value
+
+    table = [line.split("|") for line in (out / "sweep_results.md").read_text().splitlines() if line.startswith("| ")]
+    return [without_times(each) for each in found["contestants"]], [cells[:-3] + cells[-2:] for cells in table]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sweep_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert run(sweep_file, out) == 0
+    return out
+
+
+def test_a_sweep_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
+    contestants, table = what_stays(undisturbed)
+    assert [each["name"] for each in contestants] == ["multi-head", "grouped"]
+    assert all(each["seeds"] == [0, 1] and set(each["runs"]) == {"0", "1"} for each in contestants)
+    # Every number is that of the training's own file, and the spread is that of these numbers.
+    for name, each in zip(("multi-head", "grouped"), contestants, strict=True):
+        own = [
+            json.loads((undisturbed / f"runs/{name}/seed-{seed}/trained/all_results.json").read_text())
+            for seed in (0, 1)
+        ]
+        for metric in ("eval_pearson", "eval_loss", "num_parameters"):
+            values = [results[metric] for results in own]
+            assert [each["runs"][str(seed)][metric] for seed in (0, 1)] == values
+            spread = each["spread"][metric]
+            assert spread["mean"] == pytest.approx(sum(values) / 2, rel=1e-12)
+            assert (spread["min"], spread["max"]) == (min(values), max(values))
+        assert own[0]["eval_loss"] != own[1]["eval_loss"] and own[0]["seed"] == 0 and own[1]["seed"] == 1
+    assert table[0][1:3] == [" variant ", " pearson "] and table[2][1] == " multi-head "
+    assert table[2][-2] == " 2 of 2 " and " to " in table[2][2]
+    grouped = undisturbed / "runs/grouped/seed-1"
+    assert json.loads((grouped / "trained/config.json").read_text())["num_key_value_heads"] == 2
+    assert (undisturbed / "sweep_results.png").read_bytes().startswith(b"\x89PNG")
+    assert "$ " in (grouped / "output.log").read_text()
+
+
+def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("output.log")}
+    shutil.rmtree(out / "runs/grouped/seed-0/trained")  # the record keeps what was found
+    other = change(sweep_file, metrics=["eval_spearmanr"])
+    assert run(other, out) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("output.log")} == before
+    assert "spearmanr" in (out / "sweep_results.md").read_text()
+    # Another seed is added, another flag is not what lies there.
+    flags = json.loads(sweep_file.read_text())["flags"]
+    capsys.readouterr()
+    assert run(change(sweep_file, flags=flags | {"learning_rate": "2e-3"}), out) == 2
+    error = capsys.readouterr().err
+    assert "--learning_rate was 1e-3 and is 2e-3" in error and "multi-head/seed-0" in error
+    assert run(change(sweep_file, metrics=["eval_pearsn"]), out) == 0
+    assert "No run reports eval_pearsn; there are eval_" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    variants = json.loads(sweep_file.read_text())["variants"]
+    wrong = change(sweep_file, seeds=[0], variants={"three": {"convert": {"num_key_value_heads": 3}}, **variants})
+    assert run(wrong, out) == 1
+    printed = capsys.readouterr()
+    assert "error: 1 of 3 runs failed: three, seed 0 (status 2: " in printed.err and "4" in printed.err
+    assert "output.log" in printed.err and printed.err.count("\n") == 1
+    table = (out / "sweep_results.md").read_text()
+    assert "| three |" in table and "0 of 1" in table and table.count("1 of 1") == 2
+
+
+def test_a_folder_of_something_else_is_refused(sweep_file, tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert run(sweep_file, tmp_path) == 2
+    assert "is not empty" in capsys.readouterr().err and [*tmp_path.iterdir()] == [tmp_path / "thesis.txt"]
+
+
+def start(path, out):
+    command = [sys.executable, "-m", "attn_variants", "sweep", str(path), "--output_dir", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def kill_all(process):
+    """End a sweep and what it runs at once, as a machine that loses power does."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass
+    process.wait()
+    psutil.wait_procs(children)
+
+
+def wait_for(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_it_ends_with_the_same_table(undisturbed, sweep_file, tmp_path, count):
+    """One sweep, killed again and again, each time after so many seconds of its own work; by default of one seed."""
+    out, kills = tmp_path / "out", 0
+    path = sweep_file if count > 1 else change(sweep_file, seeds=[0])
+    for seconds in draw_points(1, 12.0, 2 * count, f"sweep {count}")[1::2]:
+        process = start(path, out)
+        wait_for(lambda: (out / "runs").is_dir(), process)
+        try:
+            process.wait(timeout=seconds)
+            break  # it had come to its end
+        except subprocess.TimeoutExpired:
+            kill_all(process)
+            kills += 1
+    assert kills
+    assert run(path, out) == 0
+    if count == 1:
+        path = change(sweep_file, seeds=[0])
+        shutil.copytree(undisturbed, tmp_path / "expected")
+        assert run(path, tmp_path / "expected") == 0  # of its finished runs
+        undisturbed = tmp_path / "expected"
+    assert what_stays(out) == what_stays(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, tmp_path, number):
+    out = tmp_path / "out"
+    process = start(sweep_file, out)
+    first = out / "runs/multi-head/seed-0/trained"
+    wait_for(lambda: (first / "train_log.jsonl").is_file() or [*first.glob("checkpoint-*")], process)
+    os.kill(process.pid, number)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + number, error
+    assert "of 4 runs are finished; the same command goes on" in error
+    assert not psutil.pid_exists(process.pid)
+    assert run(sweep_file, out) == 0
+    assert what_stays(out) == what_stays(undisturbed)
+
+
+def test_one_call_at_a_time(undisturbed, sweep_file, capsys, monkeypatch):
+    from hf_attn_variants.training.engine import folder_lock
+
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    with folder_lock.held_folder(str(undisturbed)):
+        assert run(sweep_file, undisturbed) == 2
+    assert "is in use" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_trainings(sweep_file, tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    launch = ["accelerate", "launch", "--config_file", str(root / "accelerate_configs/cpu.yaml")]
+    out = tmp_path / "out"
+    assert run(change(sweep_file, launch=launch, seeds=[0]), out) == 0
+    log = (out / "runs/grouped/seed-0/output.log").read_text()
+    assert "accelerate launch --config_file" in log
+    # As many processes as the configuration says left their random states.
+    states = [*(out / "runs/grouped/seed-0/trained").glob("checkpoint-*/random_states_*.pkl")]
+    assert len(states) == 2
+
+
+def contestants(points, seeds=(0, 1)):
+    return [
+        Contestant(variant, variant, point, seeds, {s: {"eval_loss": loss + s / 10} for s in seeds})
+        for variant, point, loss in points
+    ]
+
+
+def test_a_plot_is_a_curve_along_numbers_and_rows_otherwise():
+    points = [("a", {"alpha": 0.1}, 1.0), ("a", {"alpha": 0.01}, 2.0), ("b", {"alpha": 0.01}, 3.0), ("r", {}, 4.0)]
+    results = SweepResults("costs $ and $", "uptrain", ("eval_loss",), "alpha", contestants(points))
+    [axes] = draw_sweep(results).axes
+    lines = {line.get_label(): line for line in axes.containers}
+    assert [*lines] == ["a", "b"] and axes.get_xscale() == "log"
+    line = lines["a"].lines[0]
+    assert list(line.get_xdata()) == [0.01, 0.1] and list(line.get_ydata()) == pytest.approx([2.05, 1.05])
+    low, high = (segment[:, 1] for segment in lines["a"].lines[2][0].get_segments())
+    assert sorted(low) == pytest.approx([2.0, 2.1]) and sorted(high) == pytest.approx([1.0, 1.1])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["r", "a", "b"]
+    flat = SweepResults("t", "uptrain", ("eval_loss", "eval_bleu"), None, contestants([("a", {}, 1.0)]))
+    left, right = draw_sweep(flat).axes
+    assert [text.get_text() for text in left.get_yticklabels()] == ["a"] and right.get_xlabel() == "bleu"
+    assert sorted(x for line in left.lines for x in line.get_xdata()) == pytest.approx([1, 1, 1.05, 1.1, 1.1])
+
+
+def test_numbers_have_the_digits_that_a_table_needs():
+    shown = [number(value) for value in (0.123456, 3.00888, 25.6789, 123.456, 2206000, 1234.5, -0.5, 0)]
+    assert shown == ["0.1235", "3.0089", "25.68", "123.5", "2,206,000", "1,234", "-0.5000", "0"]
