@@ -3,10 +3,11 @@
 from ..training.multiple_choice.settings import MultipleChoiceSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate an encoder on questions with choices: RACE, SWAG, or your own tables."
-EPILOG = """examples (RACE and SWAG, whose columns are known; your own columns; predictions alone):
+EPILOG = """examples (RACE and SWAG, whose columns are known; your own columns; predictions
+alone):
   %(prog)s ./bert-gqa4 --train_file race/train.jsonl \\
       --validation_file race/dev.jsonl --max_length 512 --output_dir runs/race
   %(prog)s ./bert-gqa4 --train_file swag/train.csv \\
@@ -15,8 +16,9 @@ EPILOG = """examples (RACE and SWAG, whose columns are known; your own columns; 
       --validation_file dev.csv --question_column asked \\
       --choices_columns one two three --answer_column right \\
       --answer_format from_1 --output_dir runs/quiz
-  %(prog)s runs/quiz --test_file new.csv --question_column asked \\
-      --choices_columns one two three --num_train_epochs 0 --output_dir runs/new
+  %(prog)s runs/quiz --test_file new.csv \\
+      --question_column asked --choices_columns one two three \\
+      --num_train_epochs 0 --output_dir runs/new
 
 A row is a question with its choices. The model reads the context and, behind it, the question with one choice, and
 gives that a score; the choice with the highest score is its answer. A context alone, or a question alone, will do.
@@ -34,4 +36,6 @@ predictions_test.jsonl: a row's number, answer, prediction and the probabilities
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "multiple_choice.task:MultipleChoiceFineTuning"
-parse_args, main = training_command(MultipleChoiceSettings, TASK, "run_multiple_choice.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    MultipleChoiceSettings, TASK, "run_multiple_choice.py", DESCRIPTION, EPILOG
+)

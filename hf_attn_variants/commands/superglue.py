@@ -3,13 +3,14 @@
 from ..training.superglue.settings import SuperGlueSettings
 from .training import training_command
 
-__all__ = ["main", "parse_args"]
+__all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate on a SuperGLUE task."
 EPILOG = """examples (BoolQ from a folder of its official files; CB from the Hub, on the CPU):
-  %(prog)s ./bert-gqa4 --task_name boolq --data_dir superglue/BoolQ \\
-      --max_length 256 --group_by_length --output_dir runs/boolq
-  %(prog)s ./bert-gqa4 --task_name cb --num_train_epochs 10 --cpu --output_dir runs/cb
+  %(prog)s ./bert-gqa4 --task_name boolq \\
+      --data_dir superglue/BoolQ --max_length 256 --group_by_length --output_dir runs/boolq
+  %(prog)s ./bert-gqa4 --task_name cb \\
+      --num_train_epochs 10 --cpu --output_dir runs/cb
 
 Without --data_dir the task is read from aps/super_glue on the Hub. BoolQ, CB, RTE, WiC and WSC are classified as texts
 or pairs. Each answer of MultiRC and each candidate of ReCoRD, put into the query, is told right or wrong by itself.
@@ -21,4 +22,4 @@ where there is a test file, predictions_<task>.jsonl; drop the prefix to submit 
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "superglue.task:fine_tune_superglue"
-parse_args, main = training_command(SuperGlueSettings, TASK, "run_superglue.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(SuperGlueSettings, TASK, "run_superglue.py", DESCRIPTION, EPILOG)

@@ -35,24 +35,29 @@ PLAN_FILE = "sweep.json"
 
 EXAMPLE = """\
 examples (what would run, then the runs):
-  attn-variants sweep sweeps/fewer_heads.yaml --set DATA=~/data TOKENIZER=vocabulary-256 --dry_run
-  attn-variants sweep sweeps/fewer_heads.yaml --set DATA=~/data TOKENIZER=vocabulary-256 \\
-      --output_dir runs/fewer-heads
+  attn-variants sweep sweeps/fewer_heads.yaml \\
+      --set DATA=~/data TOKENIZER=vocabulary-256 --dry_run
+  attn-variants sweep sweeps/fewer_heads.yaml \\
+      --set DATA=~/data TOKENIZER=vocabulary-256 --output_dir runs/fewer-heads
 
 A file (YAML or JSON) in full:
-  title: Fewer key/value heads          # of the table and the plot
-  command: pretrain-t5                  # any training command
-  launch: [accelerate, launch, --num_processes, 2]    # may be left out: one process
-  seeds: [0, 1]                         # each variant is run with each; default: [0]
-  metrics: [eval_loss]                  # results to show; default: the command's own
-  variables: {DATA: null, STEPS: 1000}  # ${DATA} stands for its value; --set gives others; null: must be given
-  flags:                                # of every run, as the command has them: lists, numbers, true, objects
+  title: Fewer key/value heads        # of the table and the plot
+  command: pretrain-t5                # any training command
+  # may be left out: one process
+  launch: [accelerate, launch, --num_processes, 2]
+  seeds: [0, 1]                       # of each variant; default: [0]
+  metrics: [eval_loss]                # to show; default: the command's own
+  # ${DATA} stands for its value; --set gives others; null: must be given
+  variables: {DATA: null, STEPS: 1000}
+  # of every run, as the command has them: lists, numbers, true, objects
+  flags:
     model_type: t5
     tokenizer_name: ${DATA}/tokenizers/t5
     config_overrides: {d_model: 128, num_layers: 2}
     train_file: ["${DATA}/wikipedia/train-*.txt.gz"]
     max_train_steps: ${STEPS}
-  variants:                             # name: flags on top of those; of objects, the fields that differ
+  # name: flags on top of those; of objects, the fields that differ
+  variants:
     multi-head: {}
     multi-query: {num_key_value_heads: 1}
 
