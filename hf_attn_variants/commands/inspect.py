@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ __all__ = ["main", "parse_args", "table_cells"]
 EXAMPLE = """\
 examples:
   attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024
+  attn-variants inspect ./t5-small --length 64 --source_length 1024 \\
+      --num_beams 4 --memory 4GiB
   attn-variants inspect ./bert-gqa4 --details
 
 Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
@@ -41,6 +44,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--source_length",
         type=int,
         help="encoder-decoders: tokens that the encoder reads (default: --length; Whisper: its window)",
+    )
+    parser.add_argument(
+        "--num_beams", type=int, default=1, help="beams of each sequence's search (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SIZE",
+        help="show the largest batch whose cache fits into this beside the weights: 4GiB, 800MiB",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
     parser.add_argument(
@@ -72,6 +84,8 @@ def main(args: argparse.Namespace) -> Any:
         length=args.length,
         source_length=args.source_length,
         dtype=args.dtype,
+        num_beams=args.num_beams,
+        memory=args.memory,
     )
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
@@ -101,6 +115,7 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
     header += ["saved weights"] * (details or not has_cache)
     header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
     header += [f"cache a token ({site})" for site in sites] + ["cache", "saved cache"] * has_cache
+    header += ["largest batch"] * (has_cache and table.memory is not None)
     rows = []
     for row in table.rows:
         saved = table.savings(row)
@@ -113,13 +128,15 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
         cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in sites]
         if has_cache:
             cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], now.kv_cache_bytes)]
+            cells += [] if table.memory is None else [f"{row.largest_batch:,}"]
         rows.append(cells)
     return header, rows
 
 
 def _sizes(table: Any) -> str:
     text = f"batch {table.batch_size}, {table.length:,} tokens attended to"
-    return text + (f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else "")
+    text += f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else ""
+    return text + (f", {table.num_beams} beams" if table.num_beams > 1 else "")
 
 
 def _notes(table: Any, details: bool) -> list[str]:
@@ -132,11 +149,32 @@ def _notes(table: Any, details: bool) -> list[str]:
         notes.append(
             "Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts."
         )
+    if (upstreams := table.upstream_kv_cache_bytes) is not None:
+        batch = "" if table.memory is None else f", so that {table.upstream_largest_batch:,} sequences fit"
+        notes.append(
+            f"transformers' own class keeps the source for each beam: {_bytes(upstreams)} in all{batch}. The rows are "
+            "of this package's classes, which keep it once, as `share_memory` does."
+        )
+    if table.memory is not None and table.current.kv_cache_bytes is not None:
+        notes.append(
+            f"largest batch: sequences whose cache fits into {_bytes(table.memory)} beside the weights; what a call "
+            "computes besides comes on top."
+        )
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
         notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
     elif table.current.kv_cache_bytes_per_token is None:
         notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
     return notes
+
+
+def _memory(text: str) -> int:
+    """Return the bytes that a size says: a number, or one with a unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"write a size as 4GiB, 800MiB or 4GB; got {text!r}")
+    number, unit = found.groups(default="B")
+    base = 1024 if "i" in unit else 1000
+    return int(float(number) * base ** "BKMGT".index(unit[0]))
 
 
 def _bytes(count: int) -> str:

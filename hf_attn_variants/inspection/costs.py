@@ -4,8 +4,8 @@ The variants: each possible number of key/value heads, latents of some ranks, ta
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,8 @@ class VariantCost:
         attention_parameters: those of the attentions' projections among them.
         flops_per_token: by `flops_per_token`; a decoder's token is the next one of a generation.
         kv_cache_bytes_per_token: by `kv_cache_bytes_per_token`.
-        kv_cache_bytes: of the whole batch at the given lengths; None without a cache.
+        kv_cache_bytes: of the whole batch at the given lengths and beams; None without a cache.
+        largest_batch: sequences whose caches fit into the given memory beside the weights; None without either.
     """
 
     name: str
@@ -67,6 +68,7 @@ class VariantCost:
     flops_per_token: dict[str, int]
     kv_cache_bytes_per_token: dict[str, int] | None
     kv_cache_bytes: int | None
+    largest_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class CostTable:
         source_length: tokens that the encoder of an encoder-decoder reads.
         dtype: of weights and cache.
         rows: the variants.
+        num_beams: of each sequence's search.
+        memory: bytes that the weights and the cache may take; None: nobody said.
+        upstream_kv_cache_bytes: what transformers' own class keeps for the batch, which repeats the source for each
+            beam; None where it is the checkpoint's row, or the checkpoint is of this package.
+        upstream_largest_batch: its `largest_batch`.
     """
 
     checkpoint: str
@@ -90,6 +97,10 @@ class CostTable:
     source_length: int
     dtype: str
     rows: list[VariantCost]
+    num_beams: int = 1
+    memory: int | None = None
+    upstream_kv_cache_bytes: int | None = None
+    upstream_largest_batch: int | None = None
 
     @property
     def current(self) -> VariantCost:
@@ -200,6 +211,8 @@ def cost_table(
     length: int = 512,
     source_length: int | None = None,
     dtype: str | None = None,
+    num_beams: int = 1,
+    memory: int | None = None,
 ) -> CostTable:
     """Count what a checkpoint costs as each variant that it could be; no weight is read.
 
@@ -210,38 +223,64 @@ def cost_table(
         length: tokens attended to (see `CostTable`).
         source_length: tokens that the encoder reads; None = `length`, for a Whisper its window.
         dtype: of weights and cache; None = the configuration's, or float32.
+        num_beams: of each sequence's search; the beams of a sentence share its source.
+        memory: bytes that the weights and the cache may take, for `largest_batch`; what a call computes besides comes
+            on top.
 
     Raises:
         ValueError: for a configuration that makes no model here, or a size below 1.
     """
     current = variant_config(config)
     source_length = (source_window(current) or length) if source_length is None else source_length
-    check_sizes(batch_size=batch_size, length=length, source_length=source_length)
+    check_sizes(batch_size=batch_size, length=length, source_length=source_length, num_beams=num_beams, memory=memory)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
-    itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    rows = []
+    sizes = _Sizes(_itemsize(dtype), length, source_length, num_beams)
+    rows, upstreams = [], None
     for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
-        whole_cache = kv_cache_bytes(model, itemsize, length, source_length)
-        rows.append(
-            VariantCost(
-                name=variant_name(made, field),
-                fields=fields,
-                current=_values(made) == _values(current),
-                convertible=_convertible(current, made),
-                parameters=sum(parameter.numel() for parameter in model.parameters()),
-                attention_parameters=attention_parameters(model),
-                flops_per_token=flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
-                kv_cache_bytes_per_token=kv_cache_bytes_per_token(model, itemsize),
-                kv_cache_bytes=None if whole_cache is None else batch_size * whole_cache,
-            )
-        )
+        is_current = _values(made) == _values(current)
+        what = (variant_name(made, field), fields, is_current, _convertible(current, made))
+        rows.append(VariantCost(*what, **_costs(model, sizes, batch_size, memory)))
+        if is_current and config["model_type"] != type(current).model_type:
+            upstreams = kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
-    return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
+    table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
+    if upstreams is None or batch_size * upstreams == table.current.kv_cache_bytes:
+        return table
+    largest = _largest_batch(memory, sizes.itemsize * table.current.parameters, upstreams)
+    return replace(table, upstream_kv_cache_bytes=batch_size * upstreams, upstream_largest_batch=largest)
+
+
+class _Sizes(NamedTuple):
+    """What a sequence's cache is of, as `kv_cache_bytes` takes it."""
+
+    itemsize: int
+    length: int
+    source_length: int
+    num_beams: int
+
+
+def _costs(model: "AttnVariantModelMixin", sizes: _Sizes, batch_size: int, memory: int | None) -> dict[str, Any]:
+    """Return the counted fields of a `VariantCost`."""
+    parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
+    lengths = (sizes.length, sizes.source_length)
+    return {
+        "parameters": parameters,
+        "attention_parameters": attention_parameters(model),
+        "flops_per_token": flops_per_token(model, *lengths, decodes=True, batch_size=batch_size),
+        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, sizes.itemsize),
+        "kv_cache_bytes": None if cache is None else batch_size * cache,
+        "largest_batch": _largest_batch(memory, sizes.itemsize * parameters, cache),
+    }
+
+
+def _largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
+    """Return how many caches fit into a memory beside the weights; 0 where these do not."""
+    return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
 def source_window(config: Any) -> int | None:

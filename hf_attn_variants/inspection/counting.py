@@ -15,6 +15,7 @@ from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.latent_attention import absorbs, is_short
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.talking_fields import talks
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.talking_heads import projection_shapes
 from ..modeling.ops.variant_attention import AttentionHeads, VariantAttention
@@ -46,7 +47,14 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     return cache_bytes_per_token(model.config, sizes)
 
 
-def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, source_length: int) -> int | None:
+def kv_cache_bytes(
+    model: AttnVariantModelMixin,
+    itemsize: int,
+    length: int,
+    source_length: int,
+    num_beams: int = 1,
+    repeats_source: bool = False,
+) -> int | None:
     """Return the bytes of a sequence's whole cache: of a window no more than it keeps, of a kernel its state too.
 
     None without a cache.
@@ -55,7 +63,10 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
         model: a variant model.
         itemsize: bytes a number.
         length, source_length: tokens that a decoder has seen, and that an encoder has read.
+        num_beams: of the sequence's search; each has what it generated, all of them one source.
+        repeats_source: whether each beam has the source, too, as in transformers' own classes.
     """
+    is_read_once = model.config.is_encoder_decoder and not talks(model.config, "cross_") and not repeats_source
     sizes = []
     for site, path, module in model.named_attentions():
         core, heads = _core(module, site), site.heads(model.config, path)
@@ -65,7 +76,7 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
         if core.kernel is not None:  # cross-attention keeps what its state is of, too
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
             size = state + (0 if core.kernel.is_causal else size)
-        sizes.append((site, size))
+        sizes.append((site, size if site.is_cross_attention and is_read_once else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
 

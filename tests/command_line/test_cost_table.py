@@ -9,7 +9,7 @@ from fixtures.caches import cache_name, cache_of, with_cache
 from relatives import RELATIVES
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel
+from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
 from hf_attn_variants.inspection.costs import cost_table, variant_name
@@ -226,6 +226,53 @@ def generated_cache(model, steps, source, batch):
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     storages = {t.data_ptr(): t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)}
     return sum(storages.values())
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"cross_talking_heads": "both"}], ids=str)
+def test_the_cache_of_beams_is_that_of_a_search(fields):
+    """Ours keeps a source once, but for heads that talk in cross-attention; transformers' own for each beam."""
+    head = "T5ForConditionalGeneration"
+    own = T5.model(head, "mha", **fields)
+    config = json.loads(own.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
+    table = cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
+    assert table.current.kv_cache_bytes == searched_cache(own) and table.upstream_kv_cache_bytes is None
+    if not fields:
+        upstream = T5.upstream_model(head)
+        described = upstream.config.to_dict() | {"architectures": [head]}
+        table = cost_table(described, batch_size=2, length=5, source_length=4, num_beams=3)
+        assert table.upstream_kv_cache_bytes == searched_cache(upstream) > table.current.kv_cache_bytes
+        one = cost_table(described, batch_size=2, length=5, source_length=4)
+        assert one.upstream_kv_cache_bytes is None
+
+
+def searched_cache(model):
+    """The bytes that the cache holds after a search by three beams that wrote six tokens, of which five were read."""
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(5, 60, (2, 4), generator=torch.Generator().manual_seed(0))
+    options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    cache = cache_of(model.eval().generate(input_ids=ids, **options))
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+
+
+def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
+    config = T5.upstream_model("T5ForConditionalGeneration").config.to_dict()
+    config |= {"architectures": ["T5ForConditionalGeneration"]}
+    table = cost_table(config, length=10, source_length=20, num_beams=4, memory=2**20)
+    for row in table.rows:
+        assert 4 * row.parameters + row.largest_batch * row.kv_cache_bytes <= 2**20
+        assert 4 * row.parameters + (row.largest_batch + 1) * row.kv_cache_bytes > 2**20
+    assert 0 < table.upstream_largest_batch < table.current.largest_batch
+    assert {row.largest_batch for row in cost_table(config, memory=1).rows} == {0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ["--length", "10", "--source_length", "20", "--num_beams", "4", "--memory"]
+    assert cli.main(["inspect", str(tmp_path), *sizes, "1MiB"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "largest batch" in printed and "4 beams" in printed
+    assert f"so that {table.upstream_largest_batch:,} sequences fit" in printed
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(tmp_path), *sizes, "4 gallons"])
+    assert "write a size as 4GiB" in capsys.readouterr().err
 
 
 def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
