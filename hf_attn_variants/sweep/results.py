@@ -185,7 +185,7 @@ def _cell(spread: Mapping[str, float] | None) -> str:
 
 
 def _mean(spread: Mapping[str, float] | None) -> str:
-    return "" if spread is None else f"{spread['mean']:,.0f}"
+    return "" if spread is None else f"{spread['mean']:,.{0 if spread['mean'] >= 10 else 1}f}"
 
 
 def _reported(contestants: Sequence[Contestant]) -> list[str]:

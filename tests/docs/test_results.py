@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -288,3 +289,9 @@ def test_a_wrong_digit_is_found(monkeypatch):
     monkeypatch.setitem(DOCUMENTS, "results_appendix.md", text.replace(row, row.replace("2.379", "2.378")))
     with pytest.raises(AssertionError, match=r"2\.379"):
         test_the_rows_are_in_the_document("albert")
+
+
+def test_the_figures_of_the_experiments_are_those_of_the_results():
+    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
+    figures = set(re.findall(r"\d+\.\d+ \(\d+\.\d+ to \d+\.\d+\)", page))
+    assert len(figures) >= 6 and not {figure for figure in figures if figure not in DOCUMENTS["results.md"]}

@@ -113,7 +113,7 @@ def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, 
     assert run(other, out) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("output.log")} == before
     assert "spearmanr" in (out / "sweep_results.md").read_text()
-    # Another seed is added, another flag is not what lies there.
+    # With another flag it would be another run than the one that lies there.
     flags = json.loads(sweep_file.read_text())["flags"]
     capsys.readouterr()
     assert run(change(sweep_file, flags=flags | {"learning_rate": "2e-3"}), out) == 2
