@@ -44,7 +44,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
     for part, length in ((cache.self_attention_cache, LENGTH), (cache.cross_attention_cache, 5)):
         for layer in part.layers:
             assert layer.keys.shape == (3, k, length, config.attention_head_dim())
-            assert layer.values.shape == (3, value_heads, length, config.attention_head_dim())
+            assert layer.values.shape == (3, value_heads, length, config.attention_value_dim())
 
 
 @pytest.mark.parametrize("variant", CACHED)

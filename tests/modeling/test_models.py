@@ -181,13 +181,14 @@ def test_number_of_parameters(architecture, variant):
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs, has_bias = whole.get_submodule(site.key).in_features, query.bias is not None
         rank = key_inputs if heads.rank is None else heads.rank
-        sizes = (2 * config.num_attention_heads, key_inputs), (heads.key + heads.value, rank)
-        before, after = (count * config.attention_head_dim() * (inputs + has_bias) for count, inputs in sizes)
+        d, d_v = config.attention_head_dim(), config.attention_value_dim()
+        rows = (2 * config.num_attention_heads * d, key_inputs), (heads.key * d + heads.value * d_v, rank)
+        before, after = (count * (inputs + has_bias) for count, inputs in rows)
         difference += before - after
         if rank < key_inputs:
             latents[site.latent_path(path)] = rank * key_inputs
-        unread_heads = config.num_attention_heads - config.num_value_heads
-        difference += unread_heads * config.attention_head_dim() * output.out_features
+        unread = config.num_attention_heads * d - config.num_value_heads * d_v
+        difference += unread * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
         sizes = {"l": h_k * h, "w": h * h_v}
         difference -= sizes["l"] * (config.talking_heads in ("logits", "both"))

@@ -176,7 +176,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         for layer in part.layers:
             assert layer.keys.shape == (BATCH, k, LENGTH, 8)
-            assert layer.values.shape == (BATCH, value_heads, LENGTH, 8)
+            assert layer.values.shape == (BATCH, value_heads, LENGTH, config.attention_value_dim())
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])

@@ -163,10 +163,21 @@ def fused_attention(
         query, mask = fold.rows(query), fold.mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
+    size = value.shape[-1]
+    widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
+    if widens:
+        # Of other values torch writes all weights on a CPU; zeros behind the smaller heads change no product.
+        query, key, value = _of_one_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
     )
+    output = output[..., :size] if widens else output
     return output.transpose(1, 2) if fold is None else fold.unfolded(output)
+
+
+def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
+    size = max(each.shape[-1] for each in heads)
+    return [each if each.shape[-1] == size else nn.functional.pad(each, (0, size - each.shape[-1])) for each in heads]
 
 
 def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
