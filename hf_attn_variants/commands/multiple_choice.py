@@ -8,10 +8,12 @@ __all__ = ["main", "make_parser", "parse_args"]
 DESCRIPTION = "Fine-tune and evaluate an encoder on questions with choices: RACE, SWAG, or your own tables."
 EPILOG = """examples (RACE and SWAG, whose columns are known; your own columns; predictions
 alone):
-  %(prog)s ./bert-gqa4 --train_file race/train.jsonl \\
-      --validation_file race/dev.jsonl --max_length 512 --output_dir runs/race
-  %(prog)s ./bert-gqa4 --train_file swag/train.csv \\
-      --validation_file swag/val.csv --output_dir runs/swag
+  %(prog)s ./bert-gqa4 \\
+      --train_file race/train.jsonl --validation_file race/dev.jsonl \\
+      --max_length 512 --output_dir runs/race
+  %(prog)s ./bert-gqa4 \\
+      --train_file swag/train.csv --validation_file swag/val.csv \\
+      --output_dir runs/swag
   %(prog)s ./bert-gqa4 --train_file quiz.csv \\
       --validation_file dev.csv --question_column asked \\
       --choices_columns one two three --answer_column right \\

@@ -6,9 +6,11 @@ from .training import training_command
 __all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate on a SuperGLUE task."
-EPILOG = """examples (BoolQ from a folder of its official files; CB from the Hub, on the CPU):
+EPILOG = """examples (BoolQ from a folder of its official files; CB from the Hub, on the
+CPU):
   %(prog)s ./bert-gqa4 --task_name boolq \\
-      --data_dir superglue/BoolQ --max_length 256 --group_by_length --output_dir runs/boolq
+      --data_dir superglue/BoolQ --max_length 256 --group_by_length \\
+      --output_dir runs/boolq
   %(prog)s ./bert-gqa4 --task_name cb \\
       --num_train_epochs 10 --cpu --output_dir runs/cb
 

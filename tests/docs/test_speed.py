@@ -24,10 +24,12 @@ BEAMS = ("decode_t5-small_latents_cpu_beams4", "decode_opus-mt_cpu_beams4", "dec
 LINEAR = ("sliding_window_cpu", "linear_attention_cpu")
 MIXED = ("onnx_latency", "talking_heads_cpu_layers")
 ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
+SERVED = ("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
 WITHOUT_LINKS = {
+    ("README.md", "In one line, nothing converted"): SERVED,
     ("README.md", "Converted"): (*BERTS, *LONG),
-    ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE),
-    ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, "decode_t5-small_cpu"),
+    ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE, *SERVED),
+    ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, *SERVED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
     ("sparse.md", "How it is computed"): ("sliding_window_cpu",),
     ("sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
