@@ -60,9 +60,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         print_table(f"{TITLES[name]}, dev sets", ["model", *tasks, "average"], rows)
         print()
     if any(model.missing for models in found.values() for model in models):
-        print_text(
-            "An average with (k of n) is over k of the benchmark's n tasks: compare it with the same ones alone."
-        )
+        print_text("(k of n): only k of the n tasks have runs. Compare such an average with one of the same tasks.")
     for folder, reason in left_out.items():
         print_text(f"left out: {folder}: {reason}")
     return results

@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and its standard deviation, of a sample; None of a single seed."""
+    """A mean over seeds and the sample's standard deviation, which is None for a single seed."""
 
     mean: float
     deviation: float | None
@@ -43,7 +43,7 @@ class Spread:
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> "Spread":
-        """Return those of a value a seed."""
+        """Return the mean and the deviation of one score for each seed."""
         values = [*by_seed.values()]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
@@ -54,10 +54,11 @@ class ModelScores:
     """A model's scores on a benchmark.
 
     Attributes:
-        tasks: by name, in the benchmark's order, those that there are runs of.
+        tasks: the tasks that were run, by name, in the benchmark's order.
         missing: the others.
-        average: the mean of the tasks' means, of those that are there. Its deviation is over the seeds that every task
-            was run with; `seeds` are these.
+        average: the mean of the means of `tasks`. Its deviation is over the seeds that every task was run with, which
+            are its `seeds`.
+        by_seed: the score of each run, by task and seed.
     """
 
     benchmark: str

@@ -70,7 +70,7 @@ def scores_of(log_shares: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
     """A training of a model that chooses among texts.
 
-    A task's `__init__` sets the attributes below; it may read from `config` and `tokenizer`.
+    A task's `__init__` sets the attributes below.
 
     Attributes:
         train: the training questions; none for a run that only evaluates.

@@ -115,8 +115,8 @@ class ChoiceCollator:
 def choice_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits of a batch's choices [b, c], minus infinity where a question has no such choice.
 
-    A model with transformers' multiple-choice head gives each choice its logit by itself, and takes as many choices of
-    each question; so each choice is handed over as a question of one, and none that is not there is computed.
+    Transformers' multiple-choice heads score each choice by itself, but take the same number of choices for every
+    question. So each choice is passed as a question with one choice, and choices that are not there are not computed.
     """
     there = batch["attention_mask"].any(-1)  # [b, c]
     inputs = {name: tensor[there].unsqueeze(1) for name, tensor in batch.items() if name != "labels"}
