@@ -13,6 +13,7 @@ from relatives import RELATIVES
 from torch import nn
 
 from hf_attn_variants import convert, reference
+from hf_attn_variants.export.ctranslate2_fields import check_has_form
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card_text import size_rows, summary
 from hf_attn_variants.inspection.costs import cost_table
@@ -391,5 +392,8 @@ def test_it_is_of_models_from_scratch(tmp_path):
     assert type(model).from_pretrained(tmp_path / "plain", value_head_dim=4).config.value_head_dim is None
     with pytest.raises(ValueError, match=r"value heads of another size .* \(`value_head_dim` is 3\) have no form"):
         export_transformers(tmp_path / "model", tmp_path / "exported")
+    pair = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
+    with pytest.raises(ValueError, match="`value_head_dim` is 3, and CTranslate2 has no form for that"):
+        check_has_form(type(pair), pair.config)
     with pytest.raises(ValueError, match='value_head_dim=3 cannot run under attn_implementation="flex_attention"'):
         type(model)._from_config(model.config, attn_implementation="flex_attention")
