@@ -5,7 +5,7 @@ The variants: each possible number of key/value heads, latents of some ranks, ta
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,14 @@ from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..registration import variant_config_class, variant_model_class
-from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
+from .counting import (
+    CacheSizes,
+    attention_parameters,
+    flops_per_token,
+    kv_cache_bytes,
+    kv_cache_bytes_per_token,
+    largest_batch,
+)
 from .talking_places import places_of_stacks, talking_parts
 
 if TYPE_CHECKING:
@@ -85,8 +92,7 @@ class CostTable:
         rows: the variants.
         num_beams: of each sequence's search.
         memory: bytes that the weights and the cache may take; None: nobody said.
-        upstream_kv_cache_bytes: what transformers' own class keeps for the batch, which repeats the source for each
-            beam; None where it is the checkpoint's row, or the checkpoint is of this package.
+        upstream_kv_cache_bytes: what transformers' own class keeps, which has the source for each beam; None: no more.
         upstream_largest_batch: its `largest_batch`.
     """
 
@@ -224,8 +230,7 @@ def cost_table(
         source_length: tokens that the encoder reads; None = `length`, for a Whisper its window.
         dtype: of weights and cache; None = the configuration's, or float32.
         num_beams: of each sequence's search; the beams of a sentence share its source.
-        memory: bytes that the weights and the cache may take, for `largest_batch`; what a call computes besides comes
-            on top.
+        memory: bytes for the weights and the cache, without what a call computes besides.
 
     Raises:
         ValueError: for a configuration that makes no model here, or a size below 1.
@@ -236,7 +241,7 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    sizes = _Sizes(_itemsize(dtype), length, source_length, num_beams)
+    sizes = CacheSizes(_itemsize(dtype), length, source_length, num_beams)
     rows, upstreams = [], None
     for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
@@ -251,20 +256,11 @@ def cost_table(
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
     if upstreams is None or batch_size * upstreams == table.current.kv_cache_bytes:
         return table
-    largest = _largest_batch(memory, sizes.itemsize * table.current.parameters, upstreams)
+    largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstreams)
     return replace(table, upstream_kv_cache_bytes=batch_size * upstreams, upstream_largest_batch=largest)
 
 
-class _Sizes(NamedTuple):
-    """What a sequence's cache is of, as `kv_cache_bytes` takes it."""
-
-    itemsize: int
-    length: int
-    source_length: int
-    num_beams: int
-
-
-def _costs(model: "AttnVariantModelMixin", sizes: _Sizes, batch_size: int, memory: int | None) -> dict[str, Any]:
+def _costs(model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, memory: int | None) -> dict[str, Any]:
     """Return the counted fields of a `VariantCost`."""
     parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
     lengths = (sizes.length, sizes.source_length)
@@ -274,13 +270,8 @@ def _costs(model: "AttnVariantModelMixin", sizes: _Sizes, batch_size: int, memor
         "flops_per_token": flops_per_token(model, *lengths, decodes=True, batch_size=batch_size),
         "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, sizes.itemsize),
         "kv_cache_bytes": None if cache is None else batch_size * cache,
-        "largest_batch": _largest_batch(memory, sizes.itemsize * parameters, cache),
+        "largest_batch": largest_batch(memory, sizes.itemsize * parameters, cache),
     }
-
-
-def _largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
-    """Return how many caches fit into a memory beside the weights; 0 where these do not."""
-    return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
 def source_window(config: Any) -> int | None:

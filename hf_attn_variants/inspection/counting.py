@@ -6,7 +6,7 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from ..modeling.mechanisms.talking_heads import projection_shapes
 from ..modeling.ops.variant_attention import AttentionHeads, VariantAttention
 
 __all__ = [
+    "CacheSizes",
     "attention_parameters",
     "attention_projection_flops",
     "flops_per_token",
     "kv_cache_bytes",
     "kv_cache_bytes_per_token",
+    "largest_batch",
     "runs_once_a_sequence",
 ]
 
@@ -36,6 +38,15 @@ ONCE_A_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
 )
+
+
+class CacheSizes(NamedTuple):
+    """What a sequence's cache is of, as `kv_cache_bytes` takes it."""
+
+    itemsize: int
+    length: int
+    source_length: int
+    num_beams: int
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
@@ -79,6 +90,11 @@ def kv_cache_bytes(
         sizes.append((site, size if site.is_cross_attention and is_read_once else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
+
+
+def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
+    """Return how many caches fit into a memory beside the weights; 0 where these do not."""
+    return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
 def _core(module: Any, site: AttentionSite) -> VariantAttention:
