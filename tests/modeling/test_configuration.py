@@ -144,7 +144,7 @@ def test_a_name_that_is_nearly_a_fields_is_an_error_that_names_the_field(archite
 
 @ALL
 def test_a_name_with_a_word_of_its_own_is_no_near_miss(architecture):
-    for name in ("num_cls_heads", "num_mlm_heads", "num_labels_heads", "talking", "value_dim", "heads"):
+    for name in ("num_cls_heads", "num_mlm_heads", "num_labels_heads", "talking", "heads"):
         assert getattr(architecture.config(**{name: 5}), name) == 5
 
 

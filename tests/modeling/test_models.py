@@ -208,15 +208,16 @@ def test_a_site_reads_its_own_query_heads():
         query_heads=counts.get,
         layer_value=lambda name, layer: values.get(name),
         attention_head_dim=lambda name: 3,
+        attention_value_dim=lambda name: 7,
         talking_heads_of=lambda prefix, layer: TalkingHeads("both", 6, 5, dynamic=(prefix, str(layer))),
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
     attention = "decoder.block.3.layer.0.SelfAttention"
-    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 16, "both", "identity", ("", "3"))
-    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention")[:7] == (8, 2, 2, 6, 5, 3, 64)
+    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 7, 16, "both", "identity", ("", "3"))
+    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention")[:8] == (8, 2, 2, 6, 5, 3, 7, 64)
     assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention").dynamic == ("cross_", "3")
     of_encoder = encoder.heads(config, attention.replace("decoder", "encoder"))
-    assert of_encoder == (4, 4, 5, 6, 5, 3, None, "both", "identity", ("encoder_", "3"))
+    assert of_encoder == (4, 4, 5, 6, 5, 3, 7, None, "both", "identity", ("encoder_", "3"))
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
     (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites

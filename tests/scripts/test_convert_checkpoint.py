@@ -85,7 +85,7 @@ def test_help_ends_with_examples(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     _, examples = capsys.readouterr().out.split("\nexamples")
-    assert examples.count("convert_checkpoint.py --model_name_or_path") == 4
+    assert examples.count("python scripts/convert_checkpoint.py ") == 4
     assert all(flag in examples for flag in ("--num_key_value_heads", "--cross_kv_lora_rank"))
 
 

@@ -20,7 +20,7 @@ def test_help_ends_with_an_example(capsys):
         parse_args(["--help"])
     shown = capsys.readouterr().out
     assert done.value.code == 0 and "--resume_from_checkpoint PATH|latest" in shown
-    assert "python scripts/run_glue.py --model_name_or_path" in shown.split("\nexample")[1]
+    assert "python scripts/run_glue.py ./minilm-gqa4 --task_name stsb" in shown.split("\nexample")[1]
 
 
 def test_user_error_is_one_line_and_status_2(tmp_path):

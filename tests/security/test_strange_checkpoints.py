@@ -326,7 +326,7 @@ def test_a_trainers_files_stay(bert, tmp_path):
 
 
 def test_what_is_counted_is_said(sources, tmp_path, capsys):
-    assert cli.main(["inspect", str(sources["t5"])]) == 0
+    assert cli.main(["inspect", str(sources["t5"]), "--details"]) == 0
     printed = capsys.readouterr().out
     assert "Parameters are the model's, tied ones once" in printed and " B more" in printed
     assert not re.search(r"-[\d.]+ (B|KiB)", printed)

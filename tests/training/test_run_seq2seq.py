@@ -361,4 +361,4 @@ def test_a_tokenizer_without_an_end_of_texts_is_refused(run, t5, tmp_path):
 def test_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    assert "python scripts/run_seq2seq.py --model_name_or_path" in capsys.readouterr().out.split("\nexamples")[1]
+    assert "python scripts/run_seq2seq.py ./t5-gqa2 --source_file" in capsys.readouterr().out.split("\nexamples")[1]

@@ -193,4 +193,4 @@ def test_unanswerable_questions_need_the_flag(run, tmp_path):
 def test_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    assert "python scripts/run_squad.py --model_name_or_path" in capsys.readouterr().out.split("\nexample")[1]
+    assert "python scripts/run_squad.py ./minilm-gqa4 --train_file" in capsys.readouterr().out.split("\nexample")[1]

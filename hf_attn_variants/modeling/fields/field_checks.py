@@ -109,6 +109,8 @@ def _spelled(name: str) -> list[str]:
 
 def _word(word: str, known: Sequence[str]) -> str | None:
     """Return the one of `known` that a word is, begins with, or nearly is."""
+    if word in known:  # "heads" begins with "head"
+        return word
     longer = [each for each in known if len(each) > 3 and word.startswith(each)]
     return next(iter([*longer, *difflib.get_close_matches(word, known, n=1, cutoff=ALIKE_WORD)]), None)
 
