@@ -464,7 +464,10 @@ def test_lora_without_peft_is_a_clear_error(run, monkeypatch):
 def test_help_ends_with_examples(capsys):
     with pytest.raises(SystemExit) as done:
         parse_args(["--help"])
-    assert done.value.code == 0 and "python scripts/uptrain.py ./minilm-gqa4 --teacher ./minilm" in capsys.readouterr().out
+    assert (
+        done.value.code == 0
+        and "python scripts/uptrain.py ./minilm-gqa4 --teacher ./minilm" in capsys.readouterr().out
+    )
 
 
 def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, bert, tmp_path):
