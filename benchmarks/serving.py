@@ -11,12 +11,11 @@ Example:
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from decode import MARIANS, SHAPES
-from kept_memory import add_memory_argument, run
-from timed_sizes import measure_sizes
+from kept_memory import run
+from timed_sizes import measure_sizes, parse_sizes
 from transformers import AutoConfig
 
 from hf_attn_variants.inspection.page_faults import way_now
@@ -43,19 +42,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=(*SHAPES, *WHISPERS, *ENCODERS), default="t5-small")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens of a text")
-    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of encoder-decoders")
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="of encoder-decoders")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
     parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num_threads", type=int, default=2)
-    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    add_memory_argument(parser)
-    parser.add_argument("--run_name", help="the file's name; default: made of the shape")
-    args = parser.parse_args(arguments)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+    args = parse_sizes(parser, arguments)
     if args.shape in ENCODERS:
         args.num_beams = [1]
     if args.shape in WHISPERS:

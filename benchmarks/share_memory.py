@@ -11,14 +11,13 @@ Example:
 
 import argparse
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from decode import SHAPES
-from kept_memory import add_memory_argument, run
+from kept_memory import run
 from talking_heads_peers import interleaved
-from timed_sizes import measure_sizes, random_model
+from timed_sizes import measure_sizes, parse_sizes, random_model
 
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.upstream import cache_of
@@ -32,20 +31,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--max_new_tokens", type=int, default=32)
     parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num_threads", type=int, default=2)
-    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    add_memory_argument(parser)
-    parser.add_argument("--run_name", help="the file's name; default: made of shape and type")
-    args = parser.parse_args(arguments)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {args.rounds}")
-    return args
+    return parse_sizes(parser, arguments)
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:

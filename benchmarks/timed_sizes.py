@@ -4,12 +4,13 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from decode import MARIANS, SHAPES
-from kept_memory import NOT_SHOWN
+from kept_memory import NOT_SHOWN, add_memory_argument
 from machine import machine
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
@@ -27,6 +28,22 @@ def random_model(shape: str) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     return model
+
+
+def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line of a benchmark that calls `measure_sizes`, whose own flags the parser has."""
+    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens of a text")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of encoder-decoders")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="of encoder-decoders")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    parser.add_argument("--run_name", help="the file's name; default: made of the shape")
+    args = parser.parse_args(arguments)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+    return args
 
 
 def measure_sizes(

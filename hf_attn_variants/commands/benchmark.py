@@ -1,6 +1,7 @@
 """The command `attn-variants benchmark`."""
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,8 @@ decodes without.
 
 --serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is,
 with `share_memory`, in int8 (`quantize`), with fewer key/value heads, and CTranslate2 where that is installed and has
-a form for it, the encoder included; it measures the peak memory of each in a process of its own, and ends with one
-sentence: what to take."""
+a form for it, the encoder included; all are in memory at once. It measures the peak memory of each in a process of its
+own, and ends with one sentence: what to take."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,6 +110,10 @@ def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     for name in ("no_peak_memory", "plot"):
         if getattr(args, name) and not args.serving:
             parser.error(f"--{name} is for --serving: add that, or leave it out")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: `pip install matplotlib`, or leave it out")
+    if args.plot is not None and (not Path(args.plot).parent.is_dir() or Path(args.plot).is_dir()):
+        parser.error(f"--plot must name a file in a folder that is there; got {args.plot}")
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -152,7 +157,9 @@ def _print_conditions(args: argparse.Namespace, table: Any) -> None:
 
     threads, load = table.machine["threads"], table.machine["load_average"]
     ended = f", load {load[0]:.1f} at the end" if load else ""
-    print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
+    print_text(
+        f"Medians of {args.rounds} round{'s' * (args.rounds != 1)}; {threads} thread{'s' * (threads != 1)}{ended}."
+    )
     if "kept" not in table.memory and any(row.usage["few_faults"] is False for row in table.rows):
         variables = " ".join(f"{name}={value}" for name, value in KEEPING.items())
         print_text(f"Many page faults: memory is given back and got anew. With it kept: --keep_memory, or {variables}")
@@ -204,12 +211,12 @@ def _print_serving(table: Any) -> None:
             cells.append(f"{row.first_milliseconds:,.1f}")
         cells.append("" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}")
         rows.append(cells + _usage_cells(row))
-    search = ""
-    if decodes:
-        search = (
-            f", {load.max_new_tokens} new tokens, {'greedy' if load.num_beams == 1 else f'{load.num_beams} beams'}"
-        )
+    search = f", {load.max_new_tokens} new tokens, {_search(load.num_beams)}" if decodes else ""
     print_table(f"{table.checkpoint}, batch {load.batch_size}, length {load.length:,}{search}", header, rows)
+
+
+def _search(num_beams: int) -> str:
+    return "greedy" if num_beams == 1 else f"{num_beams} beams"
 
 
 def _usage_cells(row: Any) -> list[str]:
@@ -222,8 +229,8 @@ def _print_rows(table: Any) -> None:
 
     of, measured = f"{table.length:,} tokens", "batch"
     if table.work == "generate":
-        search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
-        of, measured = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}", "generation"
+        search = f"{table.max_new_tokens} new tokens, {_search(table.num_beams)}"
+        of, measured = f"source {table.length:,}, {search}", "generation"
     what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}"
     rows = [
         [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]

@@ -1,5 +1,6 @@
 """How fast a checkpoint would run on this machine as each variant that it could be: measured, not counted."""
 
+import copy
 import math
 import os
 import platform
@@ -33,7 +34,7 @@ from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 
 __all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "machine_now", "measure_speed", "timed_auto_class"]
-__all__ += ["timed_length"]
+__all__ += ["ready_to_time", "timed_length", "upstream_model"]
 
 POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
@@ -328,8 +329,7 @@ def _contestants(
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != type(current).model_type:
-        upstream = AutoConfig.for_model(**config)
-        yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
+        yield "upstream", ({}, lambda: upstream_model(config, auto_class))
     field = kv_heads_field(model_class, current)
     for fields in rows:
         made = variant_config(config, **fields)
@@ -344,15 +344,21 @@ def _checked(
     Raises:
         ValueError: for one that does not.
     """
-    made = {name: _ready(make(), device) for name, (_, make) in contestants.items()}
+    made = {name: ready_to_time(make(), device) for name, (_, make) in contestants.items()}
     if "upstream" in made:
-        check_upstream(_ready(multi_head(), device), made["upstream"], decodes)
+        check_upstream(ready_to_time(multi_head(), device), made["upstream"], decodes)
     if decodes:
         check_cache({name: model for name, model in made.items() if name != "upstream"})
     return {name: model.to(getattr(torch, dtype)) for name, model in made.items()}
 
 
-def _ready(model: Any, device: str) -> Any:
+def upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
+    """Return a model of transformers' own with random weights, as a config.json of upstream's describes it."""
+    return getattr(transformers, auto_class).from_config(AutoConfig.for_model(**copy.deepcopy(dict(config))))
+
+
+def ready_to_time(model: Any, device: str) -> Any:
+    """Return a model in float32, in evaluation mode and on a device, which ends no text by itself."""
     model = model.float().eval().to(device)
     if model.can_generate():
         model.generation_config.eos_token_id = None  # random weights may end a text at any token

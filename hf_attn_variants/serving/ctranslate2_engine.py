@@ -59,13 +59,15 @@ def write_folder(
         inputs: what a batch is, as torch's engines get it, without padding.
         folder: an empty one.
         int8: whether its weights become int8.
+
+    Raises:
+        ValueError: if nobody says with which token the decoder starts, or which ends a text.
     """
     from ..export.ctranslate2_specs import model_specification
     from ..export.ctranslate2_tokens import Tokens
 
     vocabulary = [_text(number) for number in range(model.config.vocab_size)]
-    start, ends = model.config.decoder_start_token_id, model.config.eos_token_id
-    end = ends[0] if isinstance(ends, list) else ends
+    start, end = (_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
     if hears := "input_features" in inputs:
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
@@ -77,6 +79,14 @@ def write_folder(
     spec.save(os.fspath(folder))
     given = inputs["input_features"].numpy() if hears else inputs["input_ids"].tolist()
     return Exported(os.fspath(folder), int8, given, prompt if hears else [])
+
+
+def _token(config: Mapping[str, Any], model: Any, name: str) -> int:
+    found = getattr(model.generation_config, name, None)
+    found = config.get(name) if found is None else found
+    if found is None:
+        raise ValueError(f"config.json has no `{name}`, without which nothing is generated: set it there")
+    return found[0] if isinstance(found, list) else found
 
 
 def _text(number: int) -> str:

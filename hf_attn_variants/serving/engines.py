@@ -1,18 +1,15 @@
 """What a model can be served with: transformers' own class, one line on it, a conversion, CTranslate2."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig
 
 from ..generation_calls import limits_of_the_call
 from ..inspection.costs import kv_heads_field, variant_config, variant_name
-from ..inspection.speed import HEARING, timed_auto_class
+from ..inspection.speed import HEARING, ready_to_time, timed_auto_class, upstream_model
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
 from ..shared_memory.share import share_memory
@@ -125,10 +122,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
         model = _own_model(config)
     else:
         model = model_class_of(config)(_with_heads(config, engine.num_key_value_heads))
-    model = model.float().eval()
-    if model.can_generate():  # random weights may end a text at any token
-        model.generation_config.eos_token_id = None
-        model.generation_config.forced_eos_token_id = None
+    model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model
     if engine.shared:
@@ -141,8 +135,7 @@ def _own_model(config: Mapping[str, Any]) -> Any:
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
         return model_class_of(config)(current)
-    upstream = AutoConfig.for_model(**copy.deepcopy(dict(config)))
-    return getattr(transformers, auto_class(config)).from_config(upstream)
+    return upstream_model(config, auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:

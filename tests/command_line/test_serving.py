@@ -209,12 +209,31 @@ def test_the_advice(times, said):
         (["--serving", "--device", "cuda"], "leave --dtype and --device out"),
         (["--plot", "a.png"], "--plot is for --serving"),
         (["--no_peak_memory"], "--no_peak_memory is for --serving"),
+        (["--serving", "--plot", "no_folder/a.png"], "in a folder that is there; got no_folder/a.png"),
     ],
 )
 def test_flags_of_the_other_question(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "somewhere", *flags])
     assert message in capsys.readouterr().err
+
+
+@needs_ctranslate2
+def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
+    from hf_attn_variants.serving.ctranslate2_engine import write_folder
+
+    config = config_of(T5) | {"decoder_start_token_id": None}
+    model = build_model(config, Engine("CTranslate2", ctranslate2=True))
+    with pytest.raises(ValueError, match=r"config\.json has no `decoder_start_token_id`"):
+        write_folder(config, model, random_inputs(config, Load(1, 8, 2, 1)), tmp_path, False)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    with pytest.raises(SystemExit):
+        cli.main(["benchmark", "somewhere", "--serving", "--plot", "a.png"])
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
