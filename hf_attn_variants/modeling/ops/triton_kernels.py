@@ -57,13 +57,15 @@ if triton is not None:
         score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, PAD_IN: tl.constexpr, PAD: tl.constexpr,
         MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
-        PRECISION: tl.constexpr,
+        ZEROED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Read one block of scores and make the logits of the softmax heads: ([c, h_k], [c, h])."""
         inside = offs_c < end
-        # To the end of the padded row, which lets loads be wide; what lies there was never written.
-        scores = _read(scores_at, score_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
-        scores = tl.where(inside[:, None], tl.trans(scores), 0.0).to(scores.dtype)  # [c, h_k]
+        # To the end of the padded row, which lets loads be wide; what lies there was never written. Sums over the
+        # positions need zeros instead. The logits do not: a position mixes its own heads alone, and is left out below.
+        scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN))  # [c, h_k]
+        if ZEROED:
+            scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
         if MIX:
             logits = tl.dot(scores, proj, input_precision=PRECISION) * scale  # [c, h]
         else:
@@ -98,7 +100,7 @@ if triton is not None:
         PAD_IN: tl.constexpr, PAD: tl.constexpr, PAD_OUT: tl.constexpr, BLOCK: tl.constexpr,
         MIX_LOGITS: tl.constexpr, MIX_WEIGHTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ONE_BLOCK: tl.constexpr,
-        PRECISION: tl.constexpr,
+        ZEROED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Turn the scores of one query row into its mixed weights, all heads at once; note the row's statistics."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -128,7 +130,7 @@ if triton is not None:
             _, logits = _logits(
                 scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, tl.arange(0, BLOCK),
                 head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
-                HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
+                HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
             )  # fmt: skip
             top = tl.max(logits, 0)
             top = tl.where(top == float("-inf"), 0.0, top)
@@ -141,7 +143,7 @@ if triton is not None:
                 _, logits = _logits(
                     scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, start + tl.arange(0, BLOCK),
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
-                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
                 higher = tl.maximum(top, tl.max(logits, 0))
                 finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -159,7 +161,7 @@ if triton is not None:
                 _, logits = _logits(
                     scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
-                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
                 logits = tl.exp(logits - top[None, :])
             weights = logits * inverse[None, :]  # [c, h]
@@ -227,7 +229,7 @@ if triton is not None:
                 scores, logits = _logits(
                     scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
-                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, True, PRECISION,
                 )  # fmt: skip
                 softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
                 gradient = _read(weights_at, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)

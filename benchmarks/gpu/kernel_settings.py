@@ -1,0 +1,125 @@
+"""How the talking-heads kernels are best launched: block, warps and workspace, and where the time goes.
+
+BERT-base's 12 heads of 64 and some 16,384 tokens a call, as in `kernel_speed`. Each cell times `triton_forward` and
+`triton_backward` with one choice in place of the package's, in turn with the package's own. "Launching" is what Python
+takes to launch all of it: where it is more than the device's time, the device waits.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from cells import Cells, main
+from talking_heads_peers import interleaved
+
+from hf_attn_variants.modeling.ops import triton_attention
+from hf_attn_variants.modeling.ops.attention_operands import Operands
+
+HEADS, HEAD_DIM, TOKENS = 12, 64, 16384
+LENGTHS = (2048, 512, 8192)
+WORKSPACES = [2**20 * size for size in (64, 512)]
+# Block, warps, stages; forward of rows in several blocks, with and without zeros beyond the row.
+FORWARD = [(256, 4, 2), (256, 4, 3), (256, 4, 4), (128, 4, 3), (128, 2, 3), (64, 1, 3), (512, 8, 3)]
+BACKWARD = [(64, 1, 3), (64, 1, 2), (64, 2, 3), (128, 4, 2), (128, 4, 3), (32, 1, 3), (64, 1, 4)]
+FEW = 3  # of these at the other lengths
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """Where the time goes by length; then a cell a workspace; then a cell a launch."""
+    if not triton_attention.covers_device(torch.empty(0, device=args.device).device):
+        return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
+    cells: Cells = {}
+    for n in LENGTHS:
+        cells[f"{n}, parts"] = lambda n=n: parts(n, args)
+    for n in LENGTHS:
+        for size in WORKSPACES:
+            cells[f"{n}, workspace {size >> 20} MiB"] = lambda n=n, size=size: beside(n, args, WORKSPACE_BYTES=size)
+        few = None if n == LENGTHS[0] else FEW
+        for choice in FORWARD[:few]:
+            for zeroed in (False, True):
+                made = launch(choice) | {"ONE_BLOCK": False, "ZEROED": zeroed}
+                name = f"{n}, forward {choice}{', zeroed' * zeroed}"
+                cells[name] = lambda n=n, made=made: beside(n, args, _forward_settings=lambda _: made)
+        for choice in BACKWARD[:few]:
+            made = launch(choice)
+            cells[f"{n}, backward {choice}"] = lambda n=n, made=made: beside(
+                n, args, _backward_settings=lambda _: made
+            )
+    return cells
+
+
+def launch(choice: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the settings of a choice."""
+    return dict(zip(("BLOCK", "num_warps", "num_stages"), choice, strict=True))
+
+
+def passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Return the forward and the backward pass of a call at a length."""
+    length, heads, dtype = (64, 2, torch.float32) if args.tiny else (n, HEADS, torch.bfloat16)
+    shape = (max(1, (2 * length if args.tiny else TOKENS) // length), heads, length, HEAD_DIM)
+    states = [torch.randn(shape, device=args.device, dtype=dtype) for _ in range(3)]
+    mixes = [torch.eye(heads, device=args.device) + 0.1 * torch.randn(heads, heads, device=args.device) for _ in "lw"]
+    operands = Operands(*states, None, None, *mixes, None, HEAD_DIM**-0.5, False, 0.0, None)
+    output, statistics = triton_attention.triton_forward(operands)
+    direction = torch.randn_like(output)
+    return {
+        "forward": lambda: triton_attention.triton_forward(operands),
+        "backward": lambda: triton_attention.triton_backward(direction, statistics, False, operands),
+    }
+
+
+@contextmanager
+def changed(**choices: Any) -> Iterator[None]:
+    """Have the kernels launched otherwise within the block."""
+    kept = {name: getattr(triton_attention, name) for name in choices}
+    try:
+        for name, value in choices.items():
+            setattr(triton_attention, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(triton_attention, name, value)
+
+
+def beside(n: int, args: argparse.Namespace, **choices: Any) -> dict[str, Any]:
+    """Return milliseconds of both passes with a choice and without it, in turn."""
+    steps = {}
+    for name, step in passes(n, args).items():
+
+        def other(step: Callable[[], Any] = step) -> None:
+            with changed(**choices):
+                step()
+
+        steps |= {name: step, f"{name}, changed": other}
+    return {"milliseconds": interleaved(steps, args.device, rounds=1 if args.tiny else 3)[0]}
+
+
+def parts(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return by pass the device's microseconds by kernel, and milliseconds that Python takes to launch them."""
+    row: dict[str, Any] = {}
+    on_cuda = args.device == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    for name, step in passes(n, args).items():
+        step()
+        wait = torch.cuda.synchronize if on_cuda else lambda: None
+        wait()
+        start = time.perf_counter()
+        step()
+        launching = time.perf_counter() - start
+        wait()
+        with torch.profiler.profile(activities=[activity.CUDA] if on_cuda else [activity.CPU]) as found:
+            step()
+            wait()
+        kernels = sorted(found.key_averages(), key=lambda each: -each.device_time_total)[:8]
+        row[name] = {"launching_milliseconds": 1e3 * launching}
+        row[name]["kernels"] = {
+            each.key[:90]: {"microseconds": each.device_time_total, "calls": each.count} for each in kernels
+        }
+    return row
+
+
+if __name__ == "__main__":
+    main(make_cells)

@@ -1,0 +1,83 @@
+"""The page of the GPU runs says what their reports say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/results_gpu.md").read_text(encoding="utf-8")
+REPORTS = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in (ROOT / "benchmarks/results/gpu").glob("*.json")
+}
+MIB = 2**20
+
+
+def table_after(heading):
+    """Return the rows of the first table below a heading, each a list of cells; the headers are left out."""
+    lines = PAGE.split(f"\n## {heading}\n")[1].splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def number(cell):
+    return float(cell.replace(",", ""))
+
+
+@pytest.mark.parametrize("part", ["parity", "kernel_truth", "kernel_truth_before", "training_loop"])
+def test_no_cell_of_correctness_failed(part):
+    cells = REPORTS[part]["cells"].values()
+    assert cells and all(cell["status"] == "done" and cell["met"] for cell in cells)
+
+
+@pytest.mark.parametrize("part", sorted(set(REPORTS) - {name for name in REPORTS if name.endswith("_before")}))
+def test_the_page_says_how_much_of_a_part_was_run(part):
+    report = REPORTS[part]
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{part}`")]
+    assert f"{len(report['cells'])} of {report['cells_in_all']}" in row
+
+
+def test_the_table_of_training_is_the_report():
+    names = {"transformers": "upstream", "ours, multi-head": "MHA"}
+    cells = REPORTS["training_steps"]["cells"]
+    for name, *figures in table_after("Training"):
+        of_bert, of_t5 = (cells[f"{kind}, bfloat16"]["rows"][names.get(name, name)] for kind in ("bert", "t5"))
+        found = [value for row in (of_bert, of_t5) for value in (row["milliseconds"], row["tokens_per_second"])]
+        assert [number(figure) for figure in figures] == [pytest.approx(value, rel=1e-3, abs=0.05) for value in found]
+
+
+def test_the_table_of_talking_heads_is_the_report():
+    cells, length = REPORTS["kernel_speed"]["cells"], None
+    for tokens, mode, *figures in table_after("Talking heads"):
+        length = length if not tokens else int(number(tokens))
+        found = [cells[f"{length}, plain"][mode][peer] for peer in ("sdpa", "triton", "compiled", "naive")]
+        assert [number(figure) for figure in figures] == [pytest.approx(value, rel=5e-3, abs=0.006) for value in found]
+
+
+def test_the_table_of_decoding_is_the_report():
+    cell = REPORTS["decoding"]["cells"]["t5-base, batch 64"]
+    for (name, *figures), row in zip(table_after("Decoding"), cell["rows"], strict=True):
+        found = [row["tokens_per_second"], row["step_milliseconds"], row["cross_attention_milliseconds"]]
+        found += [row["cache_bytes"] / MIB, cell["peak_bytes"][row["model"]] / MIB]
+        assert [number(figure) for figure in figures] == [
+            pytest.approx(value, rel=1e-3, abs=0.5) for value in found
+        ], name
+
+
+def test_ratios_follow_from_the_tables():
+    steps = REPORTS["training_steps"]["cells"]
+    (bert, t5) = (steps[f"{kind}, bfloat16"]["rows"] for kind in ("bert", "t5"))
+    ratios = {
+        t5["upstream"]["milliseconds"] / t5["MHA"]["milliseconds"]: r"its steps ([\d.]+) times as fast",
+        bert["talking heads"]["milliseconds"] / bert["MHA"]["milliseconds"]: r"cost BERT ([\d.]+) times",
+    }
+    for ratio, text in ratios.items():
+        (said,) = re.findall(text, PAGE)
+        assert float(said) == pytest.approx(ratio, abs=0.005)
