@@ -29,7 +29,7 @@ WAYS = {"averaged": "mean", "calibrated": "calibrated"}
 
 EPILOG = """examples (the last one needs the Hub and a GPU):
   python scripts/quickstart.py
-  python scripts/quickstart.py --num_key_value_heads 1 --seeds 0
+  python scripts/quickstart.py --num_key_value_heads 1 --seeds 0 1 2
   python scripts/quickstart.py --model google-bert/bert-base-uncased \\
       --task sst2"""
 
@@ -98,7 +98,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Of fine-tuning on a GLUE task.")
     parser.add_argument("--distillation_steps", type=int, default=60, help="Of 32 texts (default: %(default)s).")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="Each draws its own texts (default: 0 1 2)."
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="Each draws its own texts; several show the spread, a minute or more each (default: 0).",
     )
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     args = parser.parse_args(argv)
@@ -156,13 +160,15 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print_text(EXPLAINED)
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
+    if len(args.seeds) == 1:
+        print("One seed; --seeds 0 1 2 shows how far they spread.")
     return table
 
 
 def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
     """Return the row of each way to convert, with a score of each seed."""
     heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
+    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {_seeds(args.seeds)} ...", flush=True)
     rows: dict[str, dict[str, Any]] = {
         way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS
     }
@@ -336,6 +342,10 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
         here = [model(**batch)[0].flatten() for batch in batches]
     there = [torch.tensor(numbers) for numbers in loaded["outputs"]]
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(here, there, strict=True))
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _shown(scores: Sequence[float] | None) -> str:

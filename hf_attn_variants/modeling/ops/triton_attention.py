@@ -213,7 +213,9 @@ def _forward_settings(call: _TritonCall) -> dict:
 
 
 def _backward_settings(call: _TritonCall) -> dict:
-    block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else BACKWARD
+    # What a lone warp holds of wider mixes spills.
+    half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
+    block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
     block = min(max(16, triton.next_power_of_2(call.memory)), max(16, block * 16 // call.widest()))
     return {"BLOCK": block, "num_warps": 8 if _spills(call) else warps, "num_stages": stages}
 
