@@ -1,6 +1,7 @@
 """How the commands read their command lines: their parser, the checkpoint, the name that `--help` shows."""
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -23,17 +24,45 @@ HOSTS = (
     "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
     "Whisper"
 )
+# How alike a mistyped name is to the one that is meant, of 1: "convrt" and "convert" are 0.92.
+NEAR = 0.7
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them."""
+    """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them.
+
+    An error of a flag, a command or a choice that does not exist names the nearest one that does.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """End the process with the error, where to read more, and status 2."""
-        self.exit(2, f"error: {message}\n`{self.prog} --help` has all options.\n")
+        self.exit(2, f"error: {self._with_nearest(message)}\n`{self.prog} --help` has all options.\n")
+
+    def _with_nearest(self, message: str) -> str:
+        guesses: list[str | None] = []
+        if message.startswith("unrecognized arguments:"):
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            guesses = [_nearest(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
+        elif found := re.search(r" \(choose from (.*)\)", message):
+            given = re.search(r"invalid choice: '([^']*)'", message)
+            guesses = [_nearest(given[1], found[1].replace("'", "").split(", "))] if given else []
+            message = message.replace(found[0], "") if any(guesses) else message
+        likely = list(dict.fromkeys(guess for guess in guesses if guess is not None))
+        return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return the one of `names` that a mistyped one means, if any is near; hyphens and capitals are no difference."""
+
+    def plain(name: str) -> str:
+        return name.replace("-", "_").lower().replace("_kv_", "_key_value_")
+
+    written = {plain(each): each for each in names}
+    found = difflib.get_close_matches(plain(name), written, 1, NEAR)
+    return written[found[0]] if found else None
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -9,17 +9,20 @@ __all__ = ["HF_NAMES", "check_names"]
 
 # A flag of transformers' run_*.py or of its TrainingArguments, and what to give here.
 HF_NAMES = {
+    "batch_size": "--per_device_train_batch_size",
     "bf16": "--mixed_precision bf16",
     "do_eval": "dev rows that are given are evaluated; --num_train_epochs 0 only evaluates",
     "do_predict": "test rows that are given are predicted; --skip_predict leaves them out",
     "do_regression": "--problem_type regression",
     "do_train": "a run trains, unless --num_train_epochs is 0",
+    "epochs": "--num_train_epochs",
     "eval_strategy": "--eval_steps N; without it after every epoch",
     "evaluation_strategy": "--eval_steps N; without it after every epoch",
     "fp16": "--mixed_precision fp16",
     "ignore_mismatched_sizes": "not needed: an output layer for other labels is replaced, with a warning",
     "label_column_name": "--label_column",
     "load_best_model_at_end": "--metric_for_best_model NAME keeps the best weights",
+    "lr": "--learning_rate",
     "max_seq_length": "--max_length",
     "max_steps": "--max_train_steps",
     "metric_name": "all metrics of the problem are computed; --metric_for_best_model names the one that decides",
@@ -42,15 +45,17 @@ HF_NAMES = {
 
 
 def check_names(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """End the process with a line and status 2 where a command line has a flag of `HF_NAMES` that the parser lacks.
+    """End the process with a line and status 2 where a command line has flags of `HF_NAMES` that the parser lacks.
 
     What is said names flags of the parser alone: a name that leads to another command's is left to argparse.
     """
-    there = parser._option_string_actions
+    there, said = parser._option_string_actions, []
     for argument in sys.argv[1:] if argv is None else argv:
         if argument == "--":
-            return
+            break
         flag = argument.partition("=")[0]
         advice = HF_NAMES.get(flag.removeprefix("--")) if flag.startswith("--") and flag not in there else None
         if advice is not None and all(name in there for name in re.findall(r"--\w+", advice)):
-            parser.error(f"{flag} is not known here: {advice}")
+            said.append(f"there is no {flag}: {'use ' * advice.startswith('--')}{advice}")
+    if said:
+        parser.error("; ".join(said))

@@ -347,13 +347,13 @@ def test_names_of_hf_scripts_say_what_to_give(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_args(["m", *FILES, "--output_dir", "o", "--text_column_names", "a,b"])
     assert stopped.value.code == 2
-    assert "error: --text_column_names is not known here: --text_columns, divided by spaces" in capsys.readouterr().err
+    assert "error: there is no --text_column_names: use --text_columns, divided by spaces" in capsys.readouterr().err
     for flag in hf_names.HF_NAMES:
         with pytest.raises(SystemExit):
             parse_args(["m", *FILES, f"--{flag}=1"])
         said = capsys.readouterr().err
         # All of them are true of this command: each flag that is named is one of it.
-        assert f"error: --{flag} is not known here: {hf_names.HF_NAMES[flag]}" in said
+        assert f"error: there is no --{flag}: " in said and hf_names.HF_NAMES[flag] in said
     with pytest.raises(SystemExit):  # what is another command's flag alone is said by argparse
         glue_command.parse_args(["m", "--task_name", "sst2", "--output_dir", "o", "--do_regression"])
     assert "unrecognized arguments: --do_regression" in capsys.readouterr().err

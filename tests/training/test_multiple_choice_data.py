@@ -314,4 +314,4 @@ def test_bad_flags_are_refused(flags, message):
 def test_flags_of_run_swag_say_what_to_give(flag, advice, capsys):
     with pytest.raises(SystemExit):
         parse_args(["m", "--output_dir", "o", *FILES, f"{flag}=8"])
-    assert f"error: {flag} is not known here: {advice}" in capsys.readouterr().err
+    assert f"error: there is no {flag}: {'use ' * advice.startswith('--')}{advice}" in capsys.readouterr().err
