@@ -261,6 +261,7 @@ def main(args: argparse.Namespace) -> Any:
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary(args.attention_errors))
+    print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
     return report
 
 

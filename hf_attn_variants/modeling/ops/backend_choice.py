@@ -2,8 +2,8 @@
 
 The kernels have run on one kind of GPU (docs/results_gpu.md), and Triton's compiler changes. So nothing takes them on
 trust: before a kind of call (device, dtypes, head counts, masks, length of the rows) goes to them for the first time,
-they compute a small one of that kind, forward and, where it is wanted, backward. It must agree with the blocked path in
-float32 on the CPU. Where they fail, or disagree, that kind of call stays with the blocked path for the life of the
+they compute a small one of that kind, forward and, where it is wanted, backward. It must agree with the blocked path,
+in float32 on the CPU. Where they fail, or disagree, that kind of call stays with the blocked path for the life of the
 process, and a warning says so. What dropout drops is random and not compared.
 """
 
