@@ -33,6 +33,10 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # More different labels are classes only where somebody says so: they may be texts, ids or a scale.
 MOST_CLASSES = 200
 SHOWN = 8
+NO_LABEL = (
+    "there is no label; where rows have several, or none, say with --label_separator what divides them, or give "
+    "each a list in JSON"
+)
 
 
 def read_cell(value: Any, separator: str | None, where: str) -> Cell:
@@ -83,7 +87,7 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
     if type(None) in kinds:
-        raise ValueError(f"{where(kinds[type(None)])}: there is no label")
+        raise ValueError(f"{where(kinds[type(None)])}: {NO_LABEL}")
     if tuple in kinds:
         if str in kinds:
             one, several = kinds[str], kinds[tuple]
@@ -160,7 +164,9 @@ class LabelScheme:
             labels = {self._id(label, ids, number, where) for label in cell}
             return [float(i in labels) for i in range(len(ids))]
         if cell is None:
-            raise ValueError(f"{where(number)}: there is no label")
+            raise ValueError(
+                f"{where(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'there is no label'}"
+            )
         if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
             found = f"one label, {cell!r}" if isinstance(cell, str) else f"a list of labels, {list(cell)!r:.80}"
             wanted = "several, by --label_separator or as a list in JSON" if isinstance(cell, str) else "one"
