@@ -265,6 +265,14 @@ def test_pairs_nested_columns_and_odd_names(load):
     assert found.scheme.problem_type == REGRESSION
 
 
+def test_a_decimal_comma_is_no_name_of_a_class(load):
+    table = {"train.csv": "text;label\na, b;2,5\nc;1,0\n"}
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1, .* the label '2,5' is written with a comma"):
+        load(table)
+    assert load(table, "--problem_type", SINGLE_LABEL).scheme.names == ("1,0", "2,5")
+    assert load(table, "--label_separator", ",").scheme.names == ("0", "1", "2", "5")
+
+
 def test_several_labels_a_row_of_cells_and_of_lists(load):
     flags = "--label_separator", ";"
     cells = load({"train.csv": "text,labels\na,x;y\nb,\nc,z; x\n"}, *flags)

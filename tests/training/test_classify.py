@@ -258,7 +258,7 @@ def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
     given, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
     assert given["text_columns"] == ["id"] and given["label_column"] == "tags"
     other = write_csv(tmp_path / "other.csv", ("said", "tags"), [("a cat", "animal")])
-    with pytest.raises(ValueError, match="other.csv, line 1, the header: no column is called as texts often are"):
+    with pytest.raises(ValueError, match=r"other.csv, line 1, the header: no column is called as texts often are"):
         run(None, None, *known, model=out, out="other", test=other)
     (out / "all_results.json").write_text("[1")
     with pytest.raises(ValueError, match="no column is called as texts often are"):

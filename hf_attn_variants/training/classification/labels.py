@@ -30,6 +30,8 @@ DIGITS = re.compile(r"[+-]?[0-9]+")
 # As Python writes it: "01" is a code, and so is what has more digits.
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# As much of Europe writes 2.5; or labels 2 and 5.
+COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
 # More different labels are classes only where somebody says so: they may be texts, ids or a scale.
 MOST_CLASSES = 200
 SHOWN = 8
@@ -103,6 +105,11 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
         raise ValueError(
             f"{where(word)}: the label {words[0]!r} is a word, and that of {where(number)} is the number "
             f"{numbers[0]!r}: mend one, or give --problem_type {SINGLE_LABEL} if both are names of classes"
+        )
+    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
+        raise ValueError(
+            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a point, "
+            f"or give --label_separator ',' (several labels a row) or --problem_type {SINGLE_LABEL} (names of classes)"
         )
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
