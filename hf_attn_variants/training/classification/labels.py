@@ -108,8 +108,8 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
         )
     if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
         raise ValueError(
-            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a point, "
-            f"or give --label_separator ',' (several labels a row) or --problem_type {SINGLE_LABEL} (names of classes)"
+            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a "
+            f"point, or give --label_separator ',' (several a row) or --problem_type {SINGLE_LABEL} (names of classes)"
         )
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):

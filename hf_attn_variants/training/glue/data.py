@@ -50,7 +50,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
                 broken += 1
                 continue
             raise ValueError(
-                f"{path}, line {number}: {len(cells)} columns where there should be {len(header)} ({', '.join(header)})"
+                f"{path}, line {number}: {len(cells)} columns where there should be {len(header)} "
+                f"({', '.join(header)})"
             )
         for i, at in enumerate(text_at):
             columns[f"text{i + 1}"].append(cells[at])
