@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any, NamedTuple
 from .files import parse_json
 from .text_lines import is_blank, lines_of, suffix_of, whole_lines
 
-__all__ = ["TABLE_SUFFIXES", "Record", "RepeatingObject", "parse_rows", "read_records", "repeated_name"]
+__all__ = ["TABLE_SUFFIXES", "Record", "RepeatingObject", "parse_rows", "read_records", "repeated_name", "row_place"]
+
+logger = logging.getLogger(__name__)
 
 MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
+# What programs write in the place of a CSV's comma: Excel a semicolon, where a comma is the decimal point.
+OTHER_SEPARATORS = ";\t|"
 # What is said of the csv module's errors, by its own words.
 ADVICE = {
     "unexpected end of data": "a quote begins in this row and does not end",
@@ -25,10 +30,19 @@ ADVICE = {
 
 
 class Record(NamedTuple):
-    """A row, and where it is: "table.csv, line 4, row 3"."""
+    """A row, and where it is.
+
+    Attributes:
+        place: "table.csv, line 4, row 3"; in a JSON list "table.json, row 3".
+        values: by column.
+        names_place: where its columns are named: "table.csv, line 1, the header"; of a JSON object its `place`.
+        line: the line of the file on which it begins; None in a JSON list.
+    """
 
     place: str
     values: dict[str, Any]
+    names_place: str
+    line: int | None
 
 
 class RepeatingObject(dict):
@@ -37,8 +51,15 @@ class RepeatingObject(dict):
     name: str
 
 
+def row_place(file: Any, line: int | None, row: int) -> str:
+    """Return what errors call the place of a row: its file, its line where one is known, and its number from 1."""
+    return f"{file}, {'' if line is None else f'line {line}, '}row {row}"
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Yield a table's rows.
+
+    A .csv whose header has no comma is divided by the semicolon, tab or | that the header has; the log says so.
 
     Raises:
         OSError: if the file cannot be read.
@@ -54,12 +75,17 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
     csv.field_size_limit(MAX_FIELD)
-    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
-    reader = csv.reader(_table_lines(path), strict=True, **form)
+    lines = _table_lines(path)
+    begin = _up_to_text(lines)
+    separator = "\t" if tabs else _separator(path, begin)
+    form: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
+    reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **form)
     header: list[str] = []
+    names_place = ""
     number = 0
     while True:
-        place = f"{path}, line {reader.line_num + 1}, " + (f"row {number + 1}" if header else "the header")
+        line = reader.line_num + 1
+        place = row_place(path, line, number + 1) if header else f"{path}, line {line}, the header"
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -70,19 +96,40 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
         if not cells or (len(cells) == 1 != len(header) and is_blank(cells[0])):
             continue  # a blank line
         if not header:
-            header = cells
+            header, names_place = cells, place
             if twice := _twice(name for name in header if name):
                 raise ValueError(f"{place}: two columns are named {twice!r}; rename one")
             continue
         number += 1
         if len(cells) != len(header):
-            rule = "a tab divides cells, quoted or not" if tabs else "a cell that holds a comma must be quoted"
+            what = "a comma" if separator == "," else f"{separator!r}, which divides the header's,"
+            rule = "a tab divides cells, quoted or not" if tabs else f"a cell that holds {what} must be quoted"
             has = " ".join(", ".join(header).split())[:200]
             raise ValueError(
                 f"{place}: {len(cells)} cells where the header has {len(header)} ({has}), the last "
                 f"{cells[-1][:60]!r}; {rule}"
             )
-        yield Record(place, dict(zip(header, cells, strict=True)))
+        yield Record(place, dict(zip(header, cells, strict=True)), names_place, line)
+
+
+def _up_to_text(lines: Iterator[str]) -> list[str]:
+    # The lines up to the first that is not blank, which is in it.
+    taken = []
+    for line in lines:
+        taken.append(line)
+        if not is_blank(line):
+            break
+    return taken
+
+
+def _separator(path: Path, begin: list[str]) -> str:
+    header = begin[-1].strip("\r\n") if begin else ""
+    unquoted = "".join(header.split('"')[::2])
+    found = max(OTHER_SEPARATORS, key=unquoted.count)
+    if "," in unquoted or found not in unquoted:
+        return ","
+    logger.info("%s, line %d, the header: no comma is in it: %r divides the columns", path, len(begin), found)
+    return found
 
 
 def _table_lines(path: Path) -> Iterator[str]:
@@ -94,16 +141,16 @@ def _table_lines(path: Path) -> Iterator[str]:
 
 
 def _objects(path: Path) -> Iterator[Record]:
-    for number, (place, value) in enumerate(_json_values(path), start=1):
-        where = f"{path}, {place}row {number}"
+    for number, (line, value) in enumerate(_json_values(path), start=1):
+        where = row_place(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{where}: must be a JSON object, got {type(value).__name__}")
         if (twice := repeated_name(value)) is not None:
             raise ValueError(f"{where}: an object has the name {twice!r} twice; rename one")
-        yield Record(where, value)
+        yield Record(where, value, where, line)
 
 
-def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     # What a JSON list holds, or a file of one value a line, and the line of each.
     rest, begin = enumerate(lines_of(path), start=1), []
     for number, line in rest:
@@ -116,13 +163,13 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
             values = parse_rows("\n".join(line for _, line in lines))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON list: {error}") from error
-        yield from (("", value) for value in values)
+        yield from ((None, value) for value in values)
         return
     for number, line in lines:
         if is_blank(line):
             continue
         try:
-            yield f"line {number}, ", parse_rows(line)
+            yield number, parse_rows(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "

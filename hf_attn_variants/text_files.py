@@ -2,11 +2,12 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .table_files import TABLE_SUFFIXES, read_records
+from .table_files import TABLE_SUFFIXES, read_records, row_place
 from .text_lines import is_blank, is_unicode, lines_of, suffix_of
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "column_value",
     "has_text",
     "is_table",
+    "missing_column",
     "read_columns",
     "read_lines",
     "read_pairs",
@@ -52,7 +54,7 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
             f"{source_file} has {len(sources)} lines and {target_file} has {len(targets)}: parallel text has as many"
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    if not (filled := _filled(f"{source_file} and {target_file}", "line", pairs)):
+    if not (filled := _filled(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")):
         raise ValueError(f"{source_file} and {target_file} are empty: they have no pair of lines")
     return filled
 
@@ -75,30 +77,57 @@ def read_columns(
     """
     rows: list[tuple[str, ...]] = []
     for path in map(Path, paths):
-        found = []
-        for place, record in read_records(path):
-            texts = tuple(column_value(record, name) for name in columns)
+        found, lines = [], []
+        for record in read_records(path):
+            values = record.values
+            texts = tuple(column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
+                if text is None and name not in column_names(values):
+                    raise missing_column(record.names_place, values, name, named_by)
                 if not isinstance(text, str):
-                    has = " ".join(", ".join(column_names(record)).split()) or "none"
-                    advice = f"; {named_by} can name another" if named_by else ""
-                    raise ValueError(f"{place}: no text in column {name!r}; its columns are {has}{advice}")
+                    raise ValueError(f"{record.place}: no text in column {name!r}, but {text!r:.60}")
                 if not is_unicode(text):
-                    raise ValueError(f"{place}: column {name!r} holds half a surrogate pair, which is no text")
+                    raise ValueError(f"{record.place}: column {name!r} holds half a surrogate pair, which is no text")
             found.append(texts)
+            lines.append(record.line)
         if all(is_blank(text) for texts in found for text in texts):
             raise ValueError(f"{path} is empty: it has no row of text")
-        rows += found if keep_blank else _filled(str(path), "row", found)
+        rows += found if keep_blank else _filled(str(path), "row", found, _places_in(path, lines))
     return rows
 
 
-def _filled(place: str, what: str, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
+    return lambda i: row_place(path, lines[i], i + 1)
+
+
+def _filled(
+    place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]
+) -> list[tuple[str, ...]]:
     # Rows without a blank text; those where some text is lost are counted.
     filled = [texts for texts in rows if not any(map(is_blank, texts))]
-    if halves := [i for i, texts in enumerate(rows, start=1) if any(map(is_blank, texts)) and "".join(texts).strip()]:
-        message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s %d"
-        logger.warning(message, place, len(halves), len(rows), what, what, halves[0])
+    if halves := [i for i, texts in enumerate(rows) if any(map(is_blank, texts)) and "".join(texts).strip()]:
+        message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
+        logger.warning(message, place, len(halves), len(rows), what, place_of(halves[0]))
     return filled
+
+
+def missing_column(place: str, record: dict[str, Any], column: str, named_by: str | None) -> ValueError:
+    """Return the error over a column that is not there, with the one that may be meant.
+
+    Args:
+        place: where the columns are named.
+        record: a row.
+        column: the missing one.
+        named_by: the flag, or flags, that name it.
+    """
+    names = column_names(record)
+    there = " ".join(", ".join(names).split()) or "none"
+    lowered = {name.strip().lower(): name for name in names}
+    close = get_close_matches(column.strip().lower(), lowered, n=1)
+    advice = (
+        f"; did you mean {lowered[close[0]]!r}?" if close else f"; {named_by} can name another" if named_by else ""
+    )
+    return ValueError(f"{place}: there is no column {column!r}; its columns are {there}{advice}")
 
 
 def has_text(path: str | os.PathLike, column: str) -> bool:

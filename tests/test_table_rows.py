@@ -59,7 +59,7 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         (
             "a.jsonl",
             '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
-            "line 3, row 2: no text in column 'target'",
+            "line 3, row 2: there is no column 'target'; its columns are source",
         ),
         ("a.csv.gz", "source,target\n", "no whole gzip"),
     ],
@@ -81,9 +81,37 @@ def test_what_fits_is_whole(tmp_path):
     assert read_lines([tmp_path / "lines.txt"]) == ["a", "\u3000", "b"]
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_csv_without_commas_is_read_by_what_its_header_has(tmp_path, caplog, separator):
+    rows = [["source", "target is, what"], ["a, b", 'x"; \ty|'], ["c", "z"]]
+    quoted = "\n" + "".join(separator.join('"' + cell.replace('"', '""') + '"' for cell in row) + "\n" for row in rows)
+    with caplog.at_level(logging.INFO, "hf_attn_variants"):
+        assert columns(tmp_path, "a.csv", quoted, rows[0]) == [tuple(row) for row in rows[1:]]
+    assert f"a.csv, line 2, the header: no comma is in it: {separator!r} divides the columns" in caplog.text
+    plain = "".join(separator.join(row) + "\n" for row in [["Customer Comment", "Happy?"], ["a, b", "yes"]])
+    assert columns(tmp_path, "b.csv", plain, ("Happy?", "Customer Comment")) == [("yes", "a, b")]
+    with pytest.raises(
+        ValueError, match=r"line 3, row 2: 1 cells where the header has 2 .* which divides the header's"
+    ):
+        columns(tmp_path, "b.csv", plain + "c\n", ("Happy?",))
+
+
+def test_a_header_with_a_comma_is_divided_by_commas(tmp_path):
+    assert columns(tmp_path, "a.csv", "source;x,target|y\na,b\n", ("source;x", "target|y")) == [("a", "b")]
+    assert columns(tmp_path, "b.csv", 'text\n"a;b"\n', ("text",)) == [("a;b",)]
+
+
+def test_a_column_that_is_nearly_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'; .* did you mean 'Happy\?'\?$"):
+        columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), named_by="--label_column")
+    with pytest.raises(ValueError, match=r"'zzz'; its columns are text, Happy\?; --label_column can name another$"):
+        columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), named_by="--label_column")
+
+
 def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
     assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
-    assert "a.csv: 1 of 3 rows are left out, for one of their texts is blank; the first is row 2" in caplog.text
+    assert "a.csv: 1 of 3 rows are left out, for one of their texts is blank" in caplog.text
+    assert f"the first is {tmp_path}/a.csv, line 3, row 2" in caplog.text
     (tmp_path / "s.txt").write_text("a\nb\n")
     (tmp_path / "t.txt").write_text("\nb\n")
     assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt") == [("b", "b")]
@@ -169,7 +197,7 @@ def test_empty_cells_of_glue_are_said(tmp_path, caplog):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\t1\n\t0\n \t1\n")
     with caplog.at_level(logging.WARNING):
         assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
-    assert "2 of 3 rows have an empty cell, which is read as an empty text; the first is row 3" in caplog.text
+    assert "2 of 3 rows have an empty cell, which is read as an empty text; the first is line 3" in caplog.text
     (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
-    with pytest.raises(ValueError, match="row 1: two columns are named 'sentence'"):
+    with pytest.raises(ValueError, match="line 1: two columns are named 'sentence'"):
         read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])

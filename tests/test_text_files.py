@@ -88,7 +88,8 @@ def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
 def test_tables_give_their_columns(write, name, text):
     path = write(name, text)
     assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
-    with pytest.raises(ValueError, match="row 1: no text in column 'fr'; its columns are en, de"):
+    place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
+    with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
     with pytest.raises(ValueError, match="its columns are en, de; --text_columns can name another"):
         read_columns([path], ("en", "fr"), "--text_columns")
@@ -97,7 +98,7 @@ def test_tables_give_their_columns(write, name, text):
 def test_a_dot_leads_into_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
     assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
-    with pytest.raises(ValueError, match=r"no text in column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
+    with pytest.raises(ValueError, match=r"no column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
         read_columns([path], ("pair.en", "pair.fr"))
 
 

@@ -7,6 +7,8 @@ from faults.test_kills import contents, convert_to, log_of, train, without_names
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.processes import run_processes
 
+from hf_attn_variants import cli
+from hf_attn_variants.training.engine import folder_lock
 from hf_attn_variants.training.engine.folder_lock import held_folder
 
 
@@ -83,3 +85,33 @@ def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
     with held_folder(str(tmp_path), 20) as waited:
         assert waited
     thread.join()
+
+
+TRAININGS = {
+    "classify": ("--train_file", "t.csv"),
+    "glue": ("--task_name", "stsb", "--data_dir", "."),
+    "multiple-choice": ("--train_file", "t.csv"),
+    "ner": ("--train_file", "t.conll", "--validation_file", "t.conll"),
+    "pretrain": ("--train_file", "t.txt", "--max_train_steps", "1"),
+    "pretrain-t5": ("--train_file", "t.txt", "--max_train_steps", "1"),
+    "seq2seq": ("--train_file", "t.csv"),
+    "squad": ("--train_file", "t.json", "--validation_file", "t.json"),
+    "superglue": ("--task_name", "boolq", "--data_dir", "."),
+    "uptrain": ("--train_file", "t.txt", "--objective", "mlm"),
+}
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_no_training_goes_into_a_folder_where_another_one_is(bert, tmp_path, monkeypatch, capfd, command, resumes):
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    out = tmp_path / "out"
+    (out / "checkpoint-1").mkdir(parents=True)
+    (out / "checkpoint-1" / "train_state.json").write_text("{}")
+    before = sorted(out.rglob("*"))
+    flags = ("--resume_from_checkpoint", "latest") if resumes else ("--overwrite_output_dir",)
+    argv = [command, "--model_name_or_path", str(bert), "--output_dir", str(out), "--cpu", *TRAININGS[command], *flags]
+    with held_folder(str(out)):
+        assert cli.main(argv) == 2
+    assert f"error: --output_dir {out} is in use: another run is writing into it" in capfd.readouterr().err
+    assert sorted(out.rglob("*")) == before

@@ -27,9 +27,10 @@ def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
     results = main(parse_args([*arguments, "--overwrite_output_dir"]))
     assert f"pushed to {hub.url}/me/stsb" in capsys.readouterr().out
     repository, there = hub.repositories["me/stsb"], hub.files("me/stsb")
+    assert (tmp_path / "out" / "runs").is_dir()
     assert repository.private and len(repository.log) == 2
     assert there["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert not any(name.startswith(("checkpoint-", "hf_attn_variants/", "predictions_")) for name in there)
+    assert not any(name.startswith(("checkpoint-", "runs/", "predictions_")) for name in there)
     card = there["README.md"].decode()
     data = yaml.safe_load(card.split("---\n")[1])
     scores = {m["type"]: m["value"] for r in data["model-index"][0]["results"] for m in r["metrics"]}

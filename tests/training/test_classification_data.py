@@ -45,7 +45,7 @@ def load(tmp_path):
 
 
 def columns_of(split):
-    return {name: split.data[name][:] for name in split.data.column_names if name != "file"}
+    return {name: split.data[name][:] for name in split.data.column_names if name not in ("file", "line")}
 
 
 # Which kind of labels
@@ -247,9 +247,9 @@ def test_files_of_all_kinds_give_the_same_rows(load):
 def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
     files = {"train1.csv": "text,label\na,x\nb,y\n", "train2.jsonl": '{"text": "c", "label": "x"}\n'}
     train = load(files).splits["train"]
-    assert train.data["index"][:] == [1, 2, 1] and train.where(2).endswith("train2.jsonl, row 1")
+    assert train.data["index"][:] == [1, 2, 1] and train.where(2).endswith("train2.jsonl, line 1, row 1")
     files["train2.jsonl"] += '{"text": "d", "label": null}\n'
-    with pytest.raises(ValueError, match=r"train2.jsonl, row 2, column 'label': there is no label"):
+    with pytest.raises(ValueError, match=r"train2.jsonl, line 2, row 2, column 'label': there is no label"):
         load(files)
 
 
@@ -263,6 +263,14 @@ def test_pairs_nested_columns_and_odd_names(load):
         "label": [0.5, 3.0],
     }
     assert found.scheme.problem_type == REGRESSION
+
+
+def test_a_decimal_comma_is_no_name_of_a_class(load):
+    table = {"train.csv": "text;label\na, b;2,5\nc;1,0\n"}
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1, .* the label '2,5' is written with a comma"):
+        load(table)
+    assert load(table, "--problem_type", SINGLE_LABEL).scheme.names == ("1,0", "2,5")
+    assert load(table, "--label_separator", ",").scheme.names == ("0", "1", "2", "5")
 
 
 def test_several_labels_a_row_of_cells_and_of_lists(load):
@@ -281,10 +289,16 @@ TRAIN = "text,label\na,x\nb,y\n"
 @pytest.mark.parametrize(
     ("dev", "message"),
     [
-        ("text,label\na,x\nb,z\n", r"dev.csv, row 2, column 'label': the label 'z' is none of 'x', 'y'"),
-        ("text,label\na,x\nb,\n", r"dev.csv, row 2, column 'label': there is no label"),
-        ("text,labl\na,x\n", r"dev.csv, line 2, row 1: there is no column 'label'; its columns are text, labl"),
-        ("txt,label\na,x\n", r"dev.csv, line 2, row 1: there is no column 'text'; its columns are txt, label: --text"),
+        ("text,label\na,x\nb,z\n", r"dev.csv, line 3, row 2, column 'label': the label 'z' is none of 'x', 'y'"),
+        ("text,label\na,x\nb,\n", r"dev.csv, line 3, row 2, column 'label': there is no label; .* --label_separator"),
+        (
+            "text,labl\na,x\n",
+            r"dev.csv, line 1, the header: there is no column 'label'; .* text, labl; did you mean 'labl'",
+        ),
+        (
+            "txt,label\na,x\n",
+            r"dev.csv, line 1, the header: there is no column 'text'; .* txt, label; did you mean 'txt'",
+        ),
         ("text,label\na,x\nb\n", r"dev.csv, line 3, row 2: 1 cells where the header has 2"),
         ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: 3 cells"),
         ('text,label\n"a,x\n', r"dev.csv, line 2, row 1: a quote begins in this row and does not end"),
@@ -324,7 +338,9 @@ def test_blank_texts_are_rows_and_said(load, caplog):
 
 
 def test_one_class_is_nothing_to_learn(load):
-    with pytest.raises(ValueError, match=r"train.csv, row 1, column 'label': every training row has the label 'x'"):
+    with pytest.raises(
+        ValueError, match=r"train.csv, line 2, row 1, column 'label': every training row has the label 'x'"
+    ):
         load({"train.csv": "text,label\na,x\nb,x\n"})
     with pytest.raises(ValueError, match=r"no training row has a label: there is nothing to tell apart"):
         load({"train.csv": "text,label\na,\nb,\n"}, "--label_separator", ";")
@@ -345,7 +361,7 @@ def test_a_problem_type_that_is_given_decides(load):
     assert points.scheme.names == ("9.0", "10.0")
     with pytest.raises(ValueError, match=r"row 1, .*one label, 'x', where the problem type multi_label"):
         load({"train.csv": TRAIN}, "--problem_type", MULTI_LABEL)
-    with pytest.raises(ValueError, match=r"train.csv, row 1.* --labels are names"):
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1.* --labels are names"):
         load({"train.csv": "text,label\na,0.5\nb,1\n"}, "--labels", "a", "b")
 
 
@@ -354,7 +370,9 @@ def test_labels_may_be_named_in_another_order_and_beyond_the_training_rows(load,
     assert found.scheme.names == ("z", "y", "x") and found.splits["train"].data["label"][:] == [2, 1]
     assert found.splits["validation"].data["label"][:] == [0]
     assert "no training row has the labels 'z'" in caplog.text
-    with pytest.raises(ValueError, match=r"train.csv, row 2, column 'label': the label 'y' is none of 'x', 'z'"):
+    with pytest.raises(
+        ValueError, match=r"train.csv, line 3, row 2, column 'label': the label 'y' is none of 'x', 'z'"
+    ):
         load({"train.csv": TRAIN}, "--labels", "x", "z")
 
 
@@ -373,7 +391,7 @@ def test_a_test_table_may_have_labels(load, test, labels):
 
 
 def test_a_test_table_has_all_labels_or_none(load):
-    with pytest.raises(ValueError, match=r"test.csv, row 2, column 'label': there is no label"):
+    with pytest.raises(ValueError, match=r"test.csv, line 3, row 2, column 'label': there is no label"):
         load({"train.csv": TRAIN, "test.csv": "text,label\na,x\nb,\n"})
     minus_one = {"train.csv": "text,label\na,-1\nb,1\n", "test.csv": "text,label\na,-1\nb,-1\n"}
     assert load(minus_one).splits["test"].data["label"][:] == [0, 0]
@@ -408,7 +426,7 @@ def test_a_run_that_only_evaluates_has_the_models_labels(load):
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
         (NO_CLASSIFIER, "--num_train_epochs 0 needs a model that classifies texts; model was saved as BertModel"),
-        (classifier(["x", "y"]), r"dev.csv, row 1, column 'label': the label 'b' is none of 'x', 'y'"),
+        (classifier(["x", "y"]), r"dev.csv, line 2, row 1, column 'label': the label 'b' is none of 'x', 'y'"),
         (classifier(["x", "y"], REGRESSION), "model has 2 outputs, and a regression has one"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -209,13 +209,15 @@ def test_weights_move_the_model_towards_the_rare_class(run, tmp_path):
     assert share[0] < 0.3 < 0.35 < share[1]
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, sorts):
+def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
     train, dev, _, _ = sorts
     flags = [*TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 6, "--eval_steps", 2]
     flags += ["--metric_for_best_model", "f1_macro", "--class_weights", "balanced", "--shuffle_train_dataset"]
     whole, out = run(train, dev, *flags, "--checkpointing_steps", 3)
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
-    resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
+    with caplog.at_level(logging.INFO):
+        resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
+    assert f"going on from {out / 'checkpoint-3'}, step 3 of {whole['steps']}" in caplog.text
     assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     for changed, name in (
@@ -224,6 +226,52 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sorts):
     ):
         with pytest.raises(ValueError, match=f"cannot resume exactly from .*{name}"):
             run(train, dev, *flags, *changed, *checkpoint, out="third")
+
+
+def test_a_run_that_goes_on_does_not_call_its_weights_new(run, sorts, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    train, dev, _, _ = sorts
+    flags = (*TEXT, "--label_column", "kind of $", "--max_train_steps", 2, "--checkpointing_steps", 1)
+    log = logging.getLogger("transformers.modeling_utils")
+    for out, more in (("out", ()), ("resumed", ("--resume_from_checkpoint", "out/checkpoint-1"))):
+        caplog.clear()
+        log.setLevel(logging.WARNING)
+        try:
+            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / each) for each in more[1:]), out=out)
+        finally:
+            log.setLevel(logging.NOTSET)
+        assert ("newly initialized" in caplog.text) == (out == "out")
+
+
+def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
+    train, dev, test, _ = sorts
+    _, out = run(train, dev, *TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 1)
+    known = "--num_train_epochs", 0
+    with caplog.at_level(logging.INFO, "hf_attn_variants"):
+        scored, again = run(None, None, *known, model=out, out="again", test=dev)
+    said = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
+    assert f"as in {out / 'all_results.json'}: {said}" in caplog.text
+    assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
+    # What was predicted with knows them too, and what is given goes before.
+    alone, _ = run(None, None, *known, model=again, out="alone", test=test)
+    assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
+    given, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
+    assert given["text_columns"] == ["id"] and given["label_column"] == "tags"
+    other = write_csv(tmp_path / "other.csv", ("said", "tags"), [("a cat", "animal")])
+    with pytest.raises(ValueError, match=r"other.csv, line 1, the header: no column is called as texts often are"):
+        run(None, None, *known, model=out, out="other", test=other)
+    (out / "all_results.json").write_text("[1")
+    with pytest.raises(ValueError, match="no column is called as texts often are"):
+        run(None, None, *known, model=out, out="broken", test=dev)
+
+
+def test_labels_that_are_not_read_are_told(run, sorts, caplog):
+    train, dev, _, _ = sorts
+    _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
+    (out / "all_results.json").unlink()
+    results, _ = run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="again", test=dev)
+    assert "test_accuracy" not in results
+    assert "column 'kind of $' may have labels, and is not read: --label_column 'kind of $' scores" in caplog.text
 
 
 def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplog):
@@ -259,7 +307,7 @@ def test_an_encoder_decoder_classifies_and_a_text_that_spells_its_end_is_refused
     results, _ = run(table, table, "--max_train_steps", 2, model=t5)
     assert results["text_columns"] == ["text1", "text2"] and results["steps"] == 2
     bad = write_csv(tmp_path / "bad.csv", ("text1", "text2", "label"), [*rows, ("the </s> dog", "a", "x")])
-    with pytest.raises(ValueError, match=r"bad.csv, row 9: its text spells </s>"):
+    with pytest.raises(ValueError, match=r"bad.csv, line 10, row 9: its text spells </s>"):
         run(bad, table, "--max_train_steps", 2, model=t5, out="bad")
 
 

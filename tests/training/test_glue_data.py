@@ -60,15 +60,15 @@ def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
     [
         ("sst2", "", "the file is empty"),
         ("sst2", "sentence\tlabel\n", "a header and no rows"),
-        ("sst2", "sentence\tstars\ngood\t1\n", r"row 1: no column label in \[sentence, stars\]"),
-        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "row 3: 1 columns where there should be 2"),
-        ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "row 3: 3 columns"),
-        ("sst2", "sentence\tlabel\ngood\t2\n", "row 2: label '2' is neither"),
-        ("sst2", "good\t1\nbad\t-1\n", "row 2: label '-1'"),
-        ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "row 2: label '-'"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "row 2: label '5.2' is not a score"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "row 2: label 'nan'"),
-        ("rte", "a\tb\tentailment\n", "row 1: no column"),
+        ("sst2", "sentence\tstars\ngood\t1\n", r"line 1: no column label in \[sentence, stars\]"),
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3: 1 columns where there should be 2"),
+        ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3: 3 columns"),
+        ("sst2", "sentence\tlabel\ngood\t2\n", "line 2: label '2' is neither"),
+        ("sst2", "good\t1\nbad\t-1\n", "line 2: label '-1'"),
+        ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "line 2: label '-'"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "line 2: label '5.2' is not a score"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: label 'nan'"),
+        ("rte", "a\tb\tentailment\n", "line 1: no column"),
     ],
 )
 def test_errors_name_file_and_row(tmp_path, task, text, message):
@@ -81,7 +81,7 @@ def test_errors_name_file_and_row(tmp_path, task, text, message):
 def test_bytes_that_are_no_utf8_name_the_row(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
-    with pytest.raises(ValueError, match="row 3: not UTF-8"):
+    with pytest.raises(ValueError, match="line 3: not UTF-8"):
         read_tsv(path, TASKS["sst2"])
 
 

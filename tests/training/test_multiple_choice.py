@@ -151,6 +151,20 @@ def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
     assert (cut["train_samples"], cut["eval_samples"]) == (3, 2)
 
 
+def test_a_finished_model_knows_its_columns(run, files, tmp_path, caplog):
+    names = {"context": "about", "question": "asked", "choices": "any of", "answer": "is"}
+    odd = tmp_path / "odd.jsonl"
+    rows = [{names.get(name, name): value for name, value in row.items()} for row in lines_of(files["dev"])]
+    odd.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--context_column", "about", "--question_column", "asked", "--choices_columns", "any of"]
+    flags += ["--answer_column", "is", "--question_blank", "What"]
+    first, out = run("--max_train_steps", 2, *flags, train=odd, dev=odd, test=None)
+    with caplog.at_level("INFO", "hf_attn_variants"):
+        again, _ = run("--num_train_epochs", 0, model=out, out="again", train=None, dev=None, test=odd)
+    assert again["test_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
+    assert f"as in {out / 'all_results.json'}: --context_column 'about' --question_column 'asked'" in caplog.text
+
+
 def test_a_resumed_run_ends_with_the_same_bits(run):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "accuracy"]
     whole, out = run(*flags, "--checkpointing_steps", 3)

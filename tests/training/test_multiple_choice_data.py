@@ -196,7 +196,7 @@ def test_the_training_rows_decide_for_all(load):
     assert found.splits["validation"].data["label"][:] == [1, 2] and found.answer_format == "from_0"
     assert "label" not in found.splits["test"].data.column_names
     with pytest.raises(
-        ValueError, match=r"dev.jsonl, row 1, column 'label': the answer '3' is to be a number that co"
+        ValueError, match=r"dev.jsonl, line 1, row 1, column 'label': the answer '3' is to be a number that co"
     ):
         load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
     given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")

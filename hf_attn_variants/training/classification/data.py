@@ -8,10 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...text_files import column_value
+from ...table_files import row_place
+from ...text_files import column_names, column_value
 from ...text_lines import is_blank
+from ..engine.recorded_columns import with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
+    Record,
     Source,
     has_column,
     missing_column,
@@ -38,12 +41,14 @@ class ClassificationData:
         scheme: what their labels are.
         text_columns: one, or the two of pairs.
         label_column: None where there is none, and texts are predicted alone.
+        label_separator: what divides the labels of a row in it, where something does.
     """
 
     splits: dict[str, ClassificationSplit]
     scheme: LabelScheme
     text_columns: tuple[str, ...]
     label_column: str | None
+    label_separator: str | None
 
 
 @dataclass
@@ -54,16 +59,17 @@ class Rows:
     texts: list[list[str]]
     cells: list[Cell] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
 
     def where(self, row: int) -> str:
-        """Say where a label is: file, row and column."""
-        return f"{self.files[row]}, row {self.numbers[row]}, column {self.label_column!r}"
+        """Say where a label is: file, line, row and column."""
+        return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.label_column!r}"
 
     def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
         """Return the split with these labels."""
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
-        columns |= {"index": self.numbers, "file": self.files}
+        columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
 
 
@@ -84,6 +90,7 @@ def _read(
         if any(is_blank(texts[-1]) for texts in rows.texts):
             blank.append(record.place)
         rows.files.append(record.file)
+        rows.lines.append(record.line)
         rows.numbers.append(record.number)
         if label_column is not None:
             value = column_value(record.values, label_column)
@@ -108,6 +115,8 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
             file, the row and the column.
     """
     sources = read_sources(settings)
+    first = next(iter(sources.values())).first
+    settings = with_recorded_columns(settings, first, {"text_columns": (), "label_column": ("label_separator",)})
     text_columns, label_column = _columns(next(iter(sources.items())), settings)
     read = {}
     for name, source in sources.items():
@@ -119,10 +128,20 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         scheme = _scheme_of_checkpoint(settings, config)
     else:
         scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
+    if label_column is None:
+        _tell_unread(first, text_columns, scheme)
     values = {name: _values(name, rows, scheme) for name, rows in read.items()}
     _describe(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
-    return ClassificationData(splits, scheme, text_columns, label_column)
+    return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator)
+
+
+def _tell_unread(first: Record, text_columns: Sequence[str], scheme: LabelScheme) -> None:
+    """Say which column of test rows may have labels, where none is read."""
+    for column in column_names(first.values):
+        if column not in text_columns and str(column_value(first.values, column)).strip() in scheme.names:
+            message = "test: column %r may have labels, and is not read: --label_column %r scores the predictions"
+            logger.warning(message, column, column)
 
 
 def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
@@ -137,9 +156,9 @@ def _columns(first: tuple[str, Source], settings: ClassificationSettings) -> tup
     name, source = first
     record = source.first
     given, label = settings.text_columns, settings.label_column
-    texts = given or find_text_columns(record.values, record.place, label)
+    texts = given or find_text_columns(record.values, record.names_place, label)
     if label is None:
-        label = find_label_column(record.values, record.place, texts, needed=name != "test")
+        label = find_label_column(record.values, record.names_place, texts, needed=name != "test")
     return texts, label
 
 

@@ -30,9 +30,15 @@ DIGITS = re.compile(r"[+-]?[0-9]+")
 # As Python writes it: "01" is a code, and so is what has more digits.
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# As much of Europe writes 2.5; or labels 2 and 5.
+COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
 # More different labels are classes only where somebody says so: they may be texts, ids or a scale.
 MOST_CLASSES = 200
 SHOWN = 8
+NO_LABEL = (
+    "there is no label; where rows have several, or none, say with --label_separator what divides them, or give "
+    "each a list in JSON"
+)
 
 
 def read_cell(value: Any, separator: str | None, where: str) -> Cell:
@@ -83,7 +89,7 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
     if type(None) in kinds:
-        raise ValueError(f"{where(kinds[type(None)])}: there is no label")
+        raise ValueError(f"{where(kinds[type(None)])}: {NO_LABEL}")
     if tuple in kinds:
         if str in kinds:
             one, several = kinds[str], kinds[tuple]
@@ -99,6 +105,11 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
         raise ValueError(
             f"{where(word)}: the label {words[0]!r} is a word, and that of {where(number)} is the number "
             f"{numbers[0]!r}: mend one, or give --problem_type {SINGLE_LABEL} if both are names of classes"
+        )
+    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
+        raise ValueError(
+            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a "
+            f"point, or give --label_separator ',' (several a row) or --problem_type {SINGLE_LABEL} (names of classes)"
         )
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
@@ -160,7 +171,9 @@ class LabelScheme:
             labels = {self._id(label, ids, number, where) for label in cell}
             return [float(i in labels) for i in range(len(ids))]
         if cell is None:
-            raise ValueError(f"{where(number)}: there is no label")
+            raise ValueError(
+                f"{where(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'there is no label'}"
+            )
         if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
             found = f"one label, {cell!r}" if isinstance(cell, str) else f"a list of labels, {list(cell)!r:.80}"
             wanted = "several, by --label_separator or as a list in JSON" if isinstance(cell, str) else "one"

@@ -11,6 +11,8 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
+from ...table_files import row_place
+
 __all__ = ["ClassificationSplit", "hash_rows", "make_rows", "tokenize_split"]
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class ClassificationSplit:
 
     name: str  # the Hub's: "train", "validation_matched", "test", ...
     # Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index`: the row's number, in GLUE the
-    # submission's. Rows of a user's tables have their `file` as well.
+    # submission's. Rows of a user's tables have their `file` and `line` as well.
     data: Dataset
 
     def __len__(self) -> int:
@@ -34,8 +36,9 @@ class ClassificationSplit:
 
     def where(self, number: int) -> str:
         """Say where a row, counted from 0, comes from."""
-        row = self.data.select_columns([name for name in ("file", "index") if name in self.data.column_names])[number]
-        return f"{row.get('file', self.name)}, row {row.get('index', number)}"
+        names = [name for name in ("file", "line", "index") if name in self.data.column_names]
+        row = self.data.select_columns(names)[number]
+        return row_place(row.get("file", self.name), row.get("line"), row.get("index", number))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:

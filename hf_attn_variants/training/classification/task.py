@@ -101,6 +101,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         found: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
         if self.data.label_column is not None:
             found["label_column"] = self.data.label_column
+        if self.data.label_separator is not None:
+            found["label_separator"] = self.data.label_separator
         if self.labels is not None:
             found["labels"] = list(self.labels)
         if self.weights is not None:

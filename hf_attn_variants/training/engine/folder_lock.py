@@ -36,7 +36,8 @@ def held_folder(folder: str, wait_seconds: float | None = None, by_children: boo
     except ImportError:  # Windows
         yield False
         return
-    deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
+    wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
+    deadline = time.monotonic() + wait
     descriptor, waited = os.open(folder, os.O_RDONLY), False
     os.set_inheritable(descriptor, by_children)
     try:
@@ -50,10 +51,12 @@ def held_folder(folder: str, wait_seconds: float | None = None, by_children: boo
                         f"--output_dir {folder} is in use: another run is writing into it; give another folder, or "
                         "wait until it ends"
                     ) from None
+                if not waited:
+                    logger.info("--output_dir %s is in use: waiting %g s for the other run to end", folder, wait)
                 waited = True
                 time.sleep(PAUSE_SECONDS)
             except OSError as error:  # a file system, some over a network, that holds no folder
-                logger.info("%s cannot be held for one run alone: %s", folder, error)
+                logger.warning("%s: a second run into it would not be refused here: %s", folder, error)
                 break
         yield waited
     finally:

@@ -1,6 +1,7 @@
 """The one training loop of every script: accelerate distributes, the objective says what is learned."""
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from .tracking import RunLog, progress_bar
 
 __all__ = ["TrainingLoop"]
 
+logger = logging.getLogger(__name__)
 # Gradients that are not finite at this scale of an fp16 loss are not so because of it.
 MIN_LOSS_SCALE = 1.0
 
@@ -121,6 +123,8 @@ class TrainingLoop:
             path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
             state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
             self._lr = state.lr
+            if self.accelerator.is_main_process:
+                logger.info("going on from %s, step %d of %d", path, state.step, settings.total_steps)
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
         bar = progress_bar(

@@ -1,7 +1,8 @@
 """Loads the configuration and the model to train from any checkpoint, ours or upstream's."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ...conversion.checkpoint.loading import reading_checkpoint
 from ...conversion.checkpoint.source import check_source
 from ...modeling.fields.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
-from .settings import ModelSettings, NewModelSettings
+from .settings import ModelSettings, NewModelSettings, OutputSettings
 
 __all__ = [
     "LabelMap",
@@ -115,7 +116,7 @@ def load_classifier(
     kind = model_class.__name__.removeprefix("AutoModel")
     is_classifier = any(kind in name for name in config.architectures or [])
     replaced = is_classifier and len(had) != len(names)
-    if replaced:
+    if replaced and not _is_resumed(settings):
         logger.warning(
             "%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
             settings.model_name_or_path,
@@ -156,7 +157,7 @@ def load_model_and_rest(
         OSError: if the checkpoint cannot be read.
         ValueError: if it does not fit its config, the machine not `attn_implementation`, or it lacks weights.
     """
-    with reading_checkpoint(settings.source) as source:
+    with _quiet_report(settings), reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
@@ -178,6 +179,23 @@ def load_model_and_rest(
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, sorted(report["unexpected_keys"])
+
+
+def _is_resumed(settings: ModelSettings) -> bool:
+    return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
+
+
+@contextmanager
+def _quiet_report(settings: ModelSettings) -> Iterator[None]:
+    # Of a run that goes on, the training's checkpoint has every weight: what the model lacks is not new.
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    if _is_resumed(settings):
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

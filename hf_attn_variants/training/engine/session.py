@@ -58,7 +58,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     accelerator = Accelerator(
         cpu=settings.cpu,
         mixed_precision=settings.mixed_precision,
-        log_with=settings.report_to if settings.with_tracking else None,
+        log_with=settings.tracker,
         project_dir=settings.output_dir,
         # The loop accumulates; a number of accelerate's environment would divide each loss by it once more.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -109,8 +109,8 @@ def _check_machine(settings: TrainingSettings) -> None:
                 "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
                 "than with --mixed_precision no"
             )
-    if settings.with_tracking:
-        _check_trackers(settings.report_to)
+    if settings.tracker is not None:
+        _check_trackers(settings.tracker)
 
 
 def _check_trackers(report_to: str) -> None:
@@ -121,7 +121,7 @@ def _check_trackers(report_to: str) -> None:
         raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}")
     if not installed or (report_to != "all" and report_to not in installed):
         raise ValueError(
-            f"--with_tracking --report_to {report_to}: not installed (pip install "
+            f"--report_to {report_to}: not installed (pip install "
             f"{'tensorboard' if report_to == 'all' else report_to}); installed: {', '.join(installed) or 'none'}"
         )
 
@@ -223,8 +223,9 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
     if settings.overwrite_output_dir and accelerator.is_main_process:
         outputs.remove_earlier_run(settings.output_dir)
     accelerator.wait_for_everyone()
-    if settings.with_tracking:
+    if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}
         shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items()}
-        accelerator.init_trackers("hf_attn_variants", shown)
+        # To tensorboard alone it is the name of a folder in the run's, to others that of a project, which is not.
+        accelerator.init_trackers("runs" if settings.tracker == "tensorboard" else "hf_attn_variants", shown)
     return history

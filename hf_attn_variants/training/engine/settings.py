@@ -307,9 +307,19 @@ class OutputSettings(Settings):
         None,
         metavar="PATH|latest",
     )
-    with_tracking: bool = option("Log to the trackers of --report_to.", False)
-    report_to: str = option("tensorboard, wandb, trackio, ... or all (with --with_tracking).", "tensorboard")
+    with_tracking: bool = option("Log to tensorboard, or to the trackers of --report_to.", False)
+    report_to: str | None = option(
+        "Log to tensorboard, wandb, trackio, ... or all; none: to none (default: to none without --with_tracking).",
+        None,
+    )
     disable_tqdm: bool = option("No progress bars.", False)
+
+    @property
+    def tracker(self) -> str | None:
+        """What the run logs to: one tracker, "all", or None."""
+        if self.report_to is None:
+            return "tensorboard" if self.with_tracking else None
+        return None if self.report_to == "none" else self.report_to
 
     def check(self) -> None:
         super().check()
@@ -322,6 +332,8 @@ class OutputSettings(Settings):
             raise ValueError(
                 "--resume_from_checkpoint goes on with what --overwrite_output_dir removes from --output_dir: give one"
             )
+        if self.with_tracking and self.report_to == "none":
+            raise ValueError("--with_tracking logs, and --report_to none does not: give one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from datasets import ClassLabel
 
-from ...table_files import read_records
-from ...text_files import column_names, column_value
+from ... import text_files
+from ...table_files import read_records, row_place
+from ...text_files import column_value
 from ...text_lines import is_unicode
 from .hub_datasets import load_splits
 from .table_settings import TableSettings
@@ -23,12 +24,20 @@ UNKNOWN = {"-1", "-1.0"}
 
 @dataclass
 class Record:
-    """A row as it came: its file, or `datasets` source, its number in that (from 1), and where an error says it is."""
+    """A row as it came.
+
+    Attributes:
+        file: or `datasets` source.
+        number: in that, from 1.
+        place, values, names_place, line: see `table_files.Record`.
+    """
 
     file: str
     number: int
     place: str
     values: dict[str, Any]
+    names_place: str
+    line: int | None = None
 
 
 class Source:
@@ -72,8 +81,8 @@ def _wanted(settings: TableSettings) -> list[str]:
 def _file_records(paths: Sequence[str]) -> Iterator[Record]:
     for path in paths:
         number = 0
-        for number, (place, values) in enumerate(read_records(Path(path)), start=1):
-            yield Record(path, number, place, values)
+        for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
+            yield Record(path, number, place, values, names_place, line)
         if not number:
             raise ValueError(f"{path} is empty: it has no row")
 
@@ -86,7 +95,7 @@ def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
         split = given or name
         if split in found and len(found[split]):
             file = f"{settings.dataset_name} ({split})"
-            records = (Record(file, i, f"{file}, row {i}", row) for i, row in enumerate(found[split], start=1))
+            records = (Record(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
             sources[name] = Source(records, found[split].features)
         elif given is not None:
             raise ValueError(
@@ -109,8 +118,7 @@ def has_column(record: Record, column: str) -> bool:
 
 def missing_column(record: Record, column: str, flag: str) -> ValueError:
     """Return the error of a row that lacks a column, which `flag` names."""
-    there = " ".join(", ".join(column_names(record.values)).split()) or "none"
-    return ValueError(f"{record.place}: there is no column {column!r}; its columns are {there}: {flag} names it")
+    return text_files.missing_column(record.names_place, record.values, column, flag)
 
 
 def text_of(record: Record, column: str, flag: str) -> str:

@@ -25,7 +25,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     Raises:
         OSError: if the file is not there.
         ValueError: if it is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8;
-            the message names the file and the row (counted from 1, a header included).
+            the message names the file and the line.
     """
     path = Path(path)
     if not path.is_file():
@@ -50,7 +50,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
                 broken += 1
                 continue
             raise ValueError(
-                f"{path}, row {number}: {len(cells)} columns where there should be {len(header)} ({', '.join(header)})"
+                f"{path}, line {number}: {len(cells)} columns where there should be {len(header)} "
+                f"({', '.join(header)})"
             )
         for i, at in enumerate(text_at):
             columns[f"text{i + 1}"].append(cells[at])
@@ -61,11 +62,11 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
             try:
                 columns["label"].append(parse_label(task, cells[label_at].strip()))
             except ValueError as error:
-                raise ValueError(f"{path}, row {number}: {error}") from None
+                raise ValueError(f"{path}, line {number}: {error}") from None
     if broken:
         logger.warning("%s: %d of %d rows are cut by a line break and were left out", path, broken, len(rows))
     if empty:
-        message = "%s: %d of %d rows have an empty cell, which is read as an empty text; the first is row %d"
+        message = "%s: %d of %d rows have an empty cell, which is read as an empty text; the first is line %d"
         logger.warning(message, path, len(empty), len(rows), empty[0])
     return make_rows(columns)
 
@@ -74,7 +75,7 @@ def _decode(path: Path, number: int, line: bytes) -> list[str]:
     try:
         return line.decode("utf-8").rstrip("\r").split("\t")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, row {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _find(header: list[str], names: tuple[str, ...]) -> int | None:
@@ -91,7 +92,7 @@ def _split_header(
     if not missing:
         lowered = [cell.strip().lower() for cell in first]
         if twice := [name for names in wanted for name in names if lowered.count(name.lower()) > 1]:
-            raise ValueError(f"{path}, row 1: two columns are named {twice[0]!r}; rename one")
+            raise ValueError(f"{path}, line 1: two columns are named {twice[0]!r}; rename one")
         return first, rows[1:]
     layouts = task.headerless if has_labels else task.headerless_test
     # A row that names some of the columns is a header that lacks the others, not a sentence.
@@ -99,7 +100,7 @@ def _split_header(
         return list(layouts[len(first)]), rows
     expected = " and ".join("|".join(names) for names in missing)
     raise ValueError(
-        f"{path}, row 1: no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}], and this is no "
+        f"{path}, line 1: no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}], and this is no "
         f"{task.folder} layout without a header ({', '.join(map(str, layouts)) or 'none is known'} columns)"
     )
 

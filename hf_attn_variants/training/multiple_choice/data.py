@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...table_files import row_place
 from ...text_files import column_value
 from ...text_lines import is_blank, is_unicode
 from ..classification.labels import read_cell
 from ..classification.splits import make_rows
+from ..engine.recorded_columns import with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
     Record,
@@ -28,6 +30,13 @@ from .settings import FROM_0, MultipleChoiceSettings
 __all__ = ["ChoiceData", "load_choice_data"]
 
 logger = logging.getLogger(__name__)
+# The settings that name columns, and with each those that say how it is read.
+COLUMNS = {
+    "context_column": (),
+    "question_column": ("question_blank",),
+    "choices_columns": (),
+    "answer_column": ("answer_format",),
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,12 @@ class Rows:
     choices: list[list[str]] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
 
     def where(self, row: int) -> str:
-        """Say where an answer is: file, row and column."""
-        return f"{self.files[row]}, row {self.numbers[row]}, column {self.answer_column!r}"
+        """Say where an answer is: file, line, row and column."""
+        return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.answer_column!r}"
 
     def are_answered(self, name: str) -> bool:
         """Say whether answers are known: those of a test split may be all empty, or the -1 of the Hub's."""
@@ -72,7 +82,7 @@ class Rows:
     def split(self, name: str, places: list[int] | None) -> ChoiceSplit:
         """Return the split with these right choices."""
         columns: dict[str, list] = {"text1": self.firsts, "text2": self.seconds, "choices": self.choices}
-        columns |= {"index": self.numbers, "file": self.files}
+        columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ChoiceSplit(name, make_rows(columns | ({} if places is None else {"label": places})))
 
 
@@ -86,7 +96,8 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
     """
     sources = read_sources(settings)
     name, source = next(iter(sources.items()))
-    columns = find_columns(source.first.values, source.first.place, settings, needs_answer=name != "test")
+    settings = with_recorded_columns(settings, source.first, COLUMNS)
+    columns = find_columns(source.first.values, source.first.names_place, settings, needs_answer=name != "test")
     blank = settings.question_blank or columns.question_blank
     read = {name: _read(name, source, columns, blank) for name, source in sources.items()}
     answered = {name: rows for name, rows in read.items() if rows.are_answered(name)}
@@ -129,6 +140,7 @@ def _read(name: str, source: Source, columns: ChoiceColumns, blank: str | None) 
             rows.seconds.append([word_choice(question, choice, blank) for choice in choices])
         rows.choices.append(choices)
         rows.files.append(record.file)
+        rows.lines.append(record.line)
         rows.numbers.append(record.number)
         rows.answers.append(_answer_of(record, rows.answer_column, names))
     if blanks:

@@ -123,7 +123,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
         columns = columns[:1]  # its targets are not public, as those of many test splits
     rows = []
-    for number, row in enumerate(splits[split]):
+    for number, row in enumerate(splits[split], start=1):
         texts = tuple(column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))

@@ -1,0 +1,58 @@
+"""The columns of the tables that a finished model was trained on: the defaults of a run that only evaluates it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...files import RESULTS_NAME, load_json
+from .table_settings import TableSettings
+from .table_splits import Record, has_column
+
+__all__ = ["with_recorded_columns"]
+
+logger = logging.getLogger(__name__)
+SettingsT = TypeVar("SettingsT", bound=TableSettings)
+
+
+def with_recorded_columns(settings: SettingsT, first: Record, columns: Mapping[str, Sequence[str]]) -> SettingsT:
+    """Return the settings of a run that only evaluates, with what is not given as the model's results have it.
+
+    The results are `all_results.json` in the model's folder. What is taken from them is logged.
+
+    Args:
+        settings: the run's.
+        first: a row; a column that it lacks is not taken.
+        columns: the settings that name columns; with each, the settings that say how that column is read.
+    """
+    path = Path(settings.source).expanduser() / RESULTS_NAME
+    if not settings.only_evaluates or not path.is_file():
+        return settings
+    try:
+        results = load_json(path)
+        recorded = {**(results.get("arguments") or {}), **results}
+    except (AttributeError, TypeError, ValueError) as error:  # of another program, or damaged
+        logger.warning("%s does not say which columns were trained on (%s)", path, error)
+        return settings
+    given = {name for setting in columns for name in _names(getattr(settings, setting))}
+    taken: dict[str, Any] = {}
+    for setting, others in columns.items():
+        names = _names(recorded.get(setting))
+        if not names or not all(has_column(first, name) for name in names):
+            continue
+        if getattr(settings, setting) is None and given.isdisjoint(names):
+            taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
+        elif _names(getattr(settings, setting)) != names:
+            continue
+        for other in others:
+            if getattr(settings, other) is None and recorded.get(other) is not None:
+                taken[other] = recorded[other]
+    if taken:
+        shown = " ".join(f"--{name} {' '.join(map(repr, _names(value)))}" for name, value in taken.items())
+        logger.info("as in %s: %s", path, shown)
+    return replace(settings, **taken)
+
+
+def _names(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
