@@ -1,5 +1,6 @@
 """`quantize`: a live model with int8 linear maps, or in bfloat16, for a CPU."""
 
+import os
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -76,6 +77,11 @@ def _check_kind(model: Any) -> None:
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
             raise ValueError(f"This {type(model).__name__} is compiled: quantize first and compile then.")
         return
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "`quantize` takes a model, not its path: load it first, for an encoder-decoder by "
+            f"`AutoModelForSeq2SeqLM.from_pretrained({os.fspath(model)!r})`."
+        )
     advice = ""
     if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
         advice = " Quantize first and compile then: `torch.compile(quantize(model))`."

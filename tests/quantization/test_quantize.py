@@ -194,6 +194,7 @@ def test_what_cannot_be_is_refused_by_name():
     refused(tiny_model("t5").to(torch.bfloat16), "torch.bfloat16", "float32", dtype="bfloat16")
     refused(tiny_model("t5"), "int4", "bfloat16", dtype="int4")
     refused(torch.nn.Linear(2, 2), "Linear")
+    refused("runs/a", "load it first", "from_pretrained('runs/a')")
     refused(torch.compile(tiny_model("t5")), "torch.compile(quantize(model))")
     compiled = tiny_model("t5")
     compiled._compiled_call_impl = print  # as `compiled.compile()` sets
