@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
+from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
+from ..inspection.counting import check_sizes
 from ..inspection.page_faults import Usage, Watch, memory_now, summary
 from ..inspection.speed import machine_now, timed_length
 from ..progress import progress_bar
