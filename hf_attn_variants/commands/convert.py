@@ -16,6 +16,7 @@ from ..conversion.calibration_settings import (
     QUICK_SIZE,
     Calibration,
 )
+from ..files import check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
 
@@ -73,8 +74,14 @@ TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passag
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
-    return parse_with_checkpoint(make_parser(), argv)
+    """Read the command line, or `argv`.
+
+    Raises:
+        OSError: where the output folder cannot be made; before imports that take seconds.
+    """
+    args = parse_with_checkpoint(make_parser(), argv)
+    check_output_dir(args.output_dir)
+    return args
 
 
 def make_parser() -> argparse.ArgumentParser:
