@@ -35,6 +35,12 @@ METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+# Flags of which each changes a checkpoint by itself.
+CHANGES = (
+    *("num_key_value_heads", "kv_lora_rank", "kv_cache_bytes", "talking_heads", "attention_pattern"),
+    *("attention_kernel", "per_layer_values", "max_position_embeddings", "dtype"),
+)
+
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
 questions, on its pairs):
@@ -77,9 +83,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`.
 
     Raises:
-        OSError: where the output folder cannot be made; before imports that take seconds.
+        ValueError, OSError: where nothing is to be converted, or the output folder cannot be made; before imports that
+            take seconds.
     """
     args = parse_with_checkpoint(make_parser(), argv)
+    names = [name for row in FIELDS for name in row.names]
+    if all(getattr(args, name, None) is None for name in (*names, *CHANGES)):
+        flags = ", ".join(f"--{name}" for name in CHANGES)
+        raise ValueError(
+            f"nothing to convert: give one of {flags}; encoder-decoders have some of these with encoder_ or cross_ "
+            "before, as --help says."
+        )
     check_output_dir(args.output_dir)
     return args
 
