@@ -1,6 +1,7 @@
 """The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +36,8 @@ METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-# Flags of which each changes a checkpoint by itself.
-CHANGES = (
-    *("num_key_value_heads", "kv_lora_rank", "kv_cache_bytes", "talking_heads", "attention_pattern"),
-    *("attention_kernel", "per_layer_values", "max_position_embeddings", "dtype"),
-)
+# How the converter's error begins that names the fields to give, which are flags here.
+NOTHING_GIVEN = "nothing to convert: give one of"
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
@@ -83,17 +81,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`.
 
     Raises:
-        ValueError, OSError: where nothing is to be converted, or the output folder cannot be made; before imports that
-            take seconds.
+        OSError: where the output folder cannot be made; before imports that take seconds.
     """
     args = parse_with_checkpoint(make_parser(), argv)
-    names = [name for row in FIELDS for name in row.names]
-    if all(getattr(args, name, None) is None for name in (*names, *CHANGES)):
-        flags = ", ".join(f"--{name}" for name in CHANGES)
-        raise ValueError(
-            f"nothing to convert: give one of {flags}; encoder-decoders have some of these with encoder_ or cross_ "
-            "before, as --help says."
-        )
     check_output_dir(args.output_dir)
     return args
 
@@ -280,7 +270,12 @@ def main(args: argparse.Namespace) -> Any:
         options.pop(name)
     calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
-        report = convert_checkpoint(calibration=calibration, **options)
+        try:
+            report = convert_checkpoint(calibration=calibration, **options)
+        except ValueError as error:
+            if not str(error).startswith(NOTHING_GIVEN):
+                raise
+            raise ValueError(re.sub(r"`(\w+)`", r"--\1", str(error))) from error
     print(report.summary(args.attention_errors))
     return report
 

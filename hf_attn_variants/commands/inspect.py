@@ -19,9 +19,7 @@ examples:
   attn-variants inspect ./bert-gqa4 --details
 
 Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
-neither number of heads divides the other, or heads have parameters of their own. With beams a first row is of
-transformers' own class, which keeps the source for each beam; the other rows are of this package's classes, which keep
-it once. An encoder has no cache: --num_beams and --memory are refused."""
+neither number of heads divides the other, or heads have parameters of their own."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -52,7 +50,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--num_beams",
         type=int,
         default=1,
-        help="of a model with a cache: beams of each sequence's search (default: %(default)s)",
+        help="of a model with a cache: beams of each sequence's search; the first row is transformers' own class then, "
+        "which keeps the source for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
