@@ -50,8 +50,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--num_beams",
         type=int,
         default=1,
-        help="of a model with a cache: beams of each sequence's search; the first row is transformers' own class then, "
-        "which keeps the source for each beam (default: %(default)s)",
+        help="of a model with a cache: beams of each sequence's search; the first row is transformers' own class then "
+        "and keeps the source for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
