@@ -1,6 +1,7 @@
 """The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..conversion.calibration_settings import (
     QUICK_SIZE,
     Calibration,
 )
+from ..files import check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
 
@@ -33,6 +35,9 @@ __all__ = [
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# How the converter's error begins that names the fields to give, which are flags here.
+NOTHING_GIVEN = "nothing to convert: give one of"
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
@@ -73,8 +78,14 @@ TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passag
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
-    return parse_with_checkpoint(make_parser(), argv)
+    """Read the command line, or `argv`.
+
+    Raises:
+        OSError: where the output folder cannot be made; before imports that take seconds.
+    """
+    args = parse_with_checkpoint(make_parser(), argv)
+    check_output_dir(args.output_dir)
+    return args
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -259,7 +270,12 @@ def main(args: argparse.Namespace) -> Any:
         options.pop(name)
     calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
-        report = convert_checkpoint(calibration=calibration, **options)
+        try:
+            report = convert_checkpoint(calibration=calibration, **options)
+        except ValueError as error:
+            if not str(error).startswith(NOTHING_GIVEN):
+                raise
+            raise ValueError(re.sub(r"`(\w+)`", r"--\1", str(error))) from error
     print(report.summary(args.attention_errors))
     print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
     return report

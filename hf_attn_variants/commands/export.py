@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..files import check_output_dir
 from .convert import DTYPES
 
 __all__ = ["main", "parse_args"]
@@ -34,7 +35,11 @@ ONNX Runtime; a model for CTranslate2):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Read the command line, or `argv`.
+
+    Raises:
+        OSError: where the output folder cannot be made; before imports that take seconds.
+    """
     parser = CommandParser(
         prog=program_name("export_checkpoint.py"),
         description="Write a variant checkpoint for those who run no code of ours: as a plain one of transformers, "
@@ -56,6 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, form in OWN_OPTIONS.items():
         if getattr(args, name) is not None and args.to != form:
             parser.error(f"--{name} is of --to {form}, not of --to {args.to}")
+    check_output_dir(args.output_dir)
     return args
 
 

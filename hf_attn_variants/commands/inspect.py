@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint
@@ -46,13 +47,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="encoder-decoders: tokens that the encoder reads (default: --length; Whisper: its window)",
     )
     parser.add_argument(
-        "--num_beams", type=int, default=1, help="beams of each sequence's search (default: %(default)s)"
+        "--num_beams",
+        type=int,
+        default=1,
+        help="of a model with a cache: beams of each sequence's search; the first row is transformers' own class then "
+        "and keeps the source for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
         type=_memory,
         metavar="SIZE",
-        help="show the largest batch whose cache fits into this beside the weights: 4GiB, 800MiB",
+        help="of a model with a cache: show the largest batch that fits into this beside the weights: 4GiB, 800MiB",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
     parser.add_argument(
@@ -106,8 +111,10 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
         table: the table.
         details: all that was counted; without it the parameters, the whole cache, and what is saved of that (of the
             weights where there is no cache).
+
+    With beams transformers' own class has the first row, for it keeps more.
     """
-    now = table.current
+    now, kept = table.current, table.kv_cache_bytes_as_it_is
     stacks = list(now.flops_per_token) if details else []
     sites = list(now.kv_cache_bytes_per_token or ()) if details else []
     has_cache = now.kv_cache_bytes is not None
@@ -116,10 +123,10 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
     header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
     header += [f"cache a token ({site})" for site in sites] + ["cache", "saved cache"] * has_cache
     header += ["largest batch"] * (has_cache and table.memory is not None)
-    rows = []
-    for row in table.rows:
-        saved = table.savings(row)
-        cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
+    rows, upstreams = [], _upstream_row(table)
+    for row in table.rows if upstreams is None else (upstreams, *table.rows):
+        saved, is_as_it_is = table.savings(row), row.current if upstreams is None else row is upstreams
+        cells = [f"{row.name}{' *' if is_as_it_is else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
         if details:
             cells.append(f"{row.attention_parameters:,}")
         if details or not has_cache:
@@ -127,10 +134,18 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
         cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
         cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in sites]
         if has_cache:
-            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], now.kv_cache_bytes)]
+            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], kept)]
             cells += [] if table.memory is None else [f"{row.largest_batch:,}"]
         rows.append(cells)
     return header, rows
+
+
+def _upstream_row(table: Any) -> Any:
+    """Return the row of transformers' own class, where it keeps more than this package's; else None."""
+    if table.upstream_kv_cache_bytes is None:
+        return None
+    kept, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch
+    return replace(table.current, name="transformers", kv_cache_bytes=kept, largest_batch=largest)
 
 
 def _sizes(table: Any) -> str:
@@ -149,22 +164,33 @@ def _notes(table: Any, details: bool) -> list[str]:
         notes.append(
             "Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts."
         )
-    if (upstreams := table.upstream_kv_cache_bytes) is not None:
-        batch = "" if table.memory is None else f", so that {table.upstream_largest_batch:,} sequences fit"
+    if table.upstream_kv_cache_bytes is not None:
         notes.append(
-            f"transformers' own class keeps the source for each beam: {_bytes(upstreams)} in all{batch}. The rows are "
-            "of this package's classes, which keep it once, as `share_memory` does."
+            "transformers' own class keeps the source for each beam, this package's once (but where heads talk in "
+            f"cross-attention). `share_memory` gives transformers' class the cache of {table.current.name}, without a "
+            "conversion."
         )
-    if table.memory is not None and table.current.kv_cache_bytes is not None:
+    if table.memory is not None:
         notes.append(
             f"largest batch: sequences whose cache fits into {_bytes(table.memory)} beside the weights; what a call "
             "computes besides comes on top."
         )
+        notes += _nothing_fits(table)
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
         notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
     elif table.current.kv_cache_bytes_per_token is None:
         notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
     return notes
+
+
+def _nothing_fits(table: Any) -> list[str]:
+    """Say why a largest batch is 0, where one is."""
+    weights = table.weight_bytes(table.current)
+    if all(table.weight_bytes(row) > table.memory for row in table.rows):
+        return [f"The weights alone ({_bytes(weights)}) do not fit into {_bytes(table.memory)}."]
+    if any(row.largest_batch == 0 for row in table.rows):
+        return [f"0: the weights ({_bytes(weights)} as it is) leave too little for the cache of one sequence."]
+    return []
 
 
 def _memory(text: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..files import check_output_dir
 
 __all__ = ["main", "parse_args"]
 
@@ -20,7 +21,11 @@ repository's own code is not run unless --trust_remote_code is given."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Read the command line, or `argv`.
+
+    Raises:
+        OSError: where the output folder cannot be made; before imports that take seconds.
+    """
     parser = CommandParser(
         prog="attn-variants refresh",
         description="Put today's code into a repository that an older version of this package saved, so that it loads "
@@ -46,7 +51,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
     visibility.add_argument("--public", action="store_true", help="the repository must be, or is made, public")
     push.add_argument("--commit_message", help="of the one commit (default: the version of the code)")
-    return parse_with_checkpoint(parser, argv)
+    args = parse_with_checkpoint(parser, argv)
+    if args.output_dir is not None:
+        check_output_dir(args.output_dir)
+    return args
 
 
 def main(args: argparse.Namespace) -> Any:

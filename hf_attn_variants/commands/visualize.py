@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..files import check_output_dir
 
 if TYPE_CHECKING:
     from ..inspection.attention_maps.maps import TextMaps
@@ -29,7 +30,11 @@ examples:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Read the command line, or `argv`.
+
+    Raises:
+        OSError: where the output folder cannot be made; before imports that take seconds.
+    """
     parser = CommandParser(
         prog=program_name("visualize_attention.py"),
         description="Draw what every head of a checkpoint attends to in one text, before and after the talking-heads "
@@ -50,6 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse_with_checkpoint(parser, argv)
     if not 3 <= args.max_length <= MOST_TOKENS:
         parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}")
+    check_output_dir(args.output_dir)
     return args
 
 
@@ -62,7 +68,7 @@ def main(args: argparse.Namespace) -> Path:
     Raises:
         ValueError, OSError: for a checkpoint or text that cannot be shown, or a folder that cannot be written.
     """
-    from ..files import check_output_dir, staged_folder
+    from ..files import staged_folder
     from ..inspection.attention_maps.maps import attention_maps
     from ..inspection.attention_maps.page import attention_page
 

@@ -32,6 +32,9 @@ from .projections import AttentionTensors, pool_key_value
 
 __all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
+# What a conversion can give beside heads and latents.
+OTHER_CHANGES = ("talking_heads", "attention_pattern", "attention_kernel", "per_layer_values")
+
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -264,8 +267,10 @@ def _check_fields(
         if name in config_class.from_scratch_fields():
             raise ValueError(f"`{name}` is of models that are trained from scratch: no conversion gives it.")
     if not given and not changes:
-        names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
-        raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
+        found = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
+        found = [name for name in found if name in config_class.variant_fields()]
+        names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *found))
+        raise ValueError(f"nothing to convert: give one of {names}.")
     asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
     if learned := [pattern for pattern in asked if pattern in PATTERNS and pattern_class(pattern).learned]:
         raise ValueError(

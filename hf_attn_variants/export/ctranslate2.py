@@ -46,7 +46,7 @@ class CTranslate2Export:
         architecture: upstream's class of the model.
         quantization: of the weights, by CTranslate2's name.
         heads: of each field of key/value heads the query heads and the key/value heads, a list where layers differ.
-        agreement: how far CTranslate2 writes what the model does.
+        agreement: how far CTranslate2 writes what the model does, for random inputs.
         usage: a few lines of Python that use it.
         unsaid: settings of generation that neither the files nor those lines say.
     """
@@ -63,14 +63,24 @@ class CTranslate2Export:
         """Return a few lines for people."""
         lines = [f"Wrote {self.output_dir}: a {self.architecture} for CTranslate2, {self.quantization}"]
         lines += [f"  {name:<27} {count} of {query}" for name, (query, count) in self.heads.items()]
-        same = (
-            f"{self.agreement.same_tokens} of {self.agreement.tokens} greedy tokens of {self.agreement.inputs} inputs"
-        )
-        lines.append(f"  {'read back':<27} {same} are the model's")
+        lines += self._read_back()
         if self.unsaid:
             said = ", ".join(f"{name}={value!r}" for name, value in self.unsaid.items())
             lines.append(f"  {'not said to CTranslate2':<27} {said} (generation_config.json)")
         return "\n".join([*lines, "It is used so:", *(f"  {line}" for line in self.usage.splitlines())])
+
+    def _read_back(self) -> list[str]:
+        """Return what CTranslate2 wrote beside the model's own, and of rounded weights what that means."""
+        found, label = self.agreement, f"  {'read back':<27}"
+        tokens = f"{found.same_tokens} of {found.tokens}"
+        if self.quantization == FLOAT32:
+            return [f"{label} {tokens} greedy tokens of {found.inputs} inputs are the model's"]
+        return [
+            f"{label} {found.same} of {found.inputs} greedy outputs are the model's; before the first other "
+            f"token come {tokens}",
+            f"  {'':<27} {self.quantization} rounds, so some differ, and these inputs are random: check the "
+            "quality on your own data",
+        ]
 
 
 def export_ctranslate2(

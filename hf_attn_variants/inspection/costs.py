@@ -23,7 +23,9 @@ from ..registration import variant_config_class, variant_model_class
 from .counting import (
     CacheSizes,
     attention_parameters,
+    check_sizes,
     flops_per_token,
+    itemsize_of,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
     largest_batch,
@@ -113,12 +115,20 @@ class CostTable:
         """The checkpoint's own row."""
         return next(row for row in self.rows if row.current)
 
+    @property
+    def kv_cache_bytes_as_it_is(self) -> int | None:
+        """The cache of the checkpoint in the class that it is of: transformers' own keeps more where it has beams."""
+        return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
+
+    def weight_bytes(self, row: VariantCost) -> int:
+        """The bytes of a row's parameters."""
+        return row.parameters * itemsize_of(self.dtype)
+
     def savings(self, row: VariantCost) -> dict[str, int | None]:
         """What `row` saves against the checkpoint as it is; a negative number is what it costs more."""
-        now, size = self.current, getattr(torch, self.dtype).itemsize
-        both = (now.kv_cache_bytes, row.kv_cache_bytes)
+        now, both = self.current, (self.kv_cache_bytes_as_it_is, row.kv_cache_bytes)
         cache = None if both[0] is None or both[1] is None else both[0] - both[1]
-        saved = {"weight_bytes": (now.parameters - row.parameters) * size, "kv_cache_bytes": cache}
+        saved = {"weight_bytes": self.weight_bytes(now) - self.weight_bytes(row), "kv_cache_bytes": cache}
         flops = {
             f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in now.flops_per_token.items()
         }
@@ -233,7 +243,7 @@ def cost_table(
         memory: bytes for the weights and the cache, without what a call computes besides.
 
     Raises:
-        ValueError: for a configuration that makes no model here, or a size below 1.
+        ValueError: for a configuration that makes no model here, a size below 1, or beams or memory without a cache.
     """
     current = variant_config(config)
     source_length = (source_window(current) or length) if source_length is None else source_length
@@ -241,7 +251,7 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    sizes = CacheSizes(_itemsize(dtype), length, source_length, num_beams)
+    sizes = CacheSizes(itemsize_of(dtype), length, source_length, num_beams)
     rows, upstreams = [], None
     for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
@@ -254,6 +264,9 @@ def cost_table(
             upstreams = kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
+    if table.current.kv_cache_bytes is None and (num_beams > 1 or memory is not None):
+        given = "memory" if num_beams == 1 else "num_beams"
+        raise ValueError(f"{architecture} has no key/value cache, which `{given}` is of: leave it out.")
     if upstreams is None or batch_size * upstreams == table.current.kv_cache_bytes:
         return table
     largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstreams)
@@ -277,13 +290,6 @@ def _costs(model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, m
 def source_window(config: Any) -> int | None:
     """Return how many positions an encoder of audio always reads, silence among them; None for text."""
     return getattr(config, "max_source_positions", None)
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Raise ValueError unless each of these sizes, where it is given, is at least 1."""
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
 
 
 def variant_rows(
@@ -389,12 +395,3 @@ def _is_as_trained(config: Any) -> bool:
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
     has_own = has_scores(config) or config.value_head_dim is not None
     return has_own or not values.isdisjoint(by_head)
-
-
-def _itemsize(dtype: str) -> int:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"`dtype` must be the name of a floating-point type of torch, float32 for example; got {dtype!r}."
-        )
-    return found.itemsize

@@ -24,7 +24,9 @@ __all__ = [
     "CacheSizes",
     "attention_parameters",
     "attention_projection_flops",
+    "check_sizes",
     "flops_per_token",
+    "itemsize_of",
     "kv_cache_bytes",
     "kv_cache_bytes_per_token",
     "largest_batch",
@@ -47,6 +49,23 @@ class CacheSizes(NamedTuple):
     length: int
     source_length: int
     num_beams: int
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ValueError unless each of these sizes, where it is given, is at least 1."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+
+
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of a number of a floating-point type of torch, by its name."""
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"`dtype` must be the name of a floating-point type of torch, float32 for example; got {dtype!r}."
+        )
+    return found.itemsize
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:

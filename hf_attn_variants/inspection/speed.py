@@ -21,7 +21,6 @@ from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
 from .agreement import check_cache, check_upstream
 from .costs import (
-    check_sizes,
     has_latents,
     kv_head_counts,
     kv_heads_field,
@@ -30,6 +29,7 @@ from .costs import (
     variant_name,
     variant_rows,
 )
+from .counting import check_sizes
 from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 

@@ -1,6 +1,8 @@
 """`quantize`: a live model with int8 linear maps, or in bfloat16, for a CPU."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -59,8 +61,12 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # By the first, upstream refuses to train it, and to change its type.
+            # By the first, upstream refuses to train it.
             vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save)
+            # In copies and pickles a partial is of the copied model.
+            vars(module)["_apply"] = partial(_apply_unless_it_casts, module)
+            if isinstance(module.get_output_embeddings(), Int8Linear):
+                vars(module)["resize_token_embeddings"] = _refuse_to_resize
     return model
 
 
@@ -71,11 +77,38 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "The output embeddings are int8, which no token can be added to: call `resize_token_embeddings` on the model "
+        "of float32, and `quantize` after it."
+    )
+
+
+def _apply_unless_it_casts(module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+    """Do what `to`, `bfloat16` and the like call for each tensor, unless it makes another type or leaves the CPU.
+
+    Raises:
+        ValueError: if it does, before any tensor is changed.
+    """
+    made = fn(torch.empty(0))
+    if made.dtype != torch.float32 or made.device.type != "cpu":
+        raise ValueError(
+            f"This {type(module).__name__} has int8 maps, which compute on a CPU beside float32; asked for "
+            f"{made.dtype} on {made.device}. Load the model again for that."
+        )
+    return type(module)._apply(module, fn, *args)
+
+
 def _check_kind(model: Any) -> None:
     if isinstance(model, PreTrainedModel):
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
             raise ValueError(f"This {type(model).__name__} is compiled: quantize first and compile then.")
         return
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "`quantize` takes a model, not its path: load it first, for an encoder-decoder by "
+            f"`AutoModelForSeq2SeqLM.from_pretrained({os.fspath(model)!r})`."
+        )
     advice = ""
     if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
         advice = " Quantize first and compile then: `torch.compile(quantize(model))`."

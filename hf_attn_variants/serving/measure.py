@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
+from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
+from ..inspection.counting import check_sizes
 from ..inspection.page_faults import Usage, Watch, memory_now, summary
 from ..inspection.speed import machine_now, timed_length
 from ..progress import progress_bar
@@ -30,7 +31,7 @@ from .peak_memory import peak_bytes
 
 __all__ = ["ServingRow", "ServingTable", "advice", "measure_serving"]
 
-# Engines whose times differ by less are alike: the one that changes less is taken.
+# Engines whose times, or whose peaks of memory, differ by less are alike.
 ALIKE = 1.05
 Run = Callable[[Any], None]
 
@@ -210,27 +211,55 @@ def advice(table: ServingTable) -> str:
     """Return one sentence: what to take for this model, these lengths and this machine.
 
     The fastest engine of the checkpoint as it is, what is fastest with float32's numbers, and a conversion where that
-    is faster still. Of those that are alike the first one is taken, which changes least.
+    is faster still. Where times are alike (`_alike`), the one with less peak memory is taken, and where that is alike,
+    too, or unknown, the first one, which changes least; the others are named.
     """
     load = table.load
     generated = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens"
     beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
     where = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
     as_it_is = [row for row in table.rows if row.engine.num_key_value_heads is None]
-    best = _first_of_the_fastest(as_it_is)
-    parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name})"]
-    exact = _first_of_the_fastest([row for row in as_it_is if not row.engine.int8])
+    best = _preferred(as_it_is)
+    parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_memory(best)})"]
+    if others := [row for row in _alike(as_it_is) if row is not best]:
+        named = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_memory(row)})" for row in others)
+        parts[0] += f", which differs by no more than the rounds do from {named}"
+    exact = _preferred([row for row in as_it_is if not row.engine.int8])
     if best.engine.int8 and exact.engine != as_it_is[0].engine:
         parts.append(f"{exact.engine.name} ({exact.speedup:.2f}) where numbers must stay float32's")
     if best.engine.ctranslate2:
-        torchs = _first_of_the_fastest([row for row in as_it_is if not row.engine.ctranslate2])
+        torchs = _preferred([row for row in as_it_is if not row.engine.ctranslate2])
         parts.append(f"{torchs.engine.name} ({torchs.speedup:.2f}) within transformers")
-    converted = _first_of_the_fastest(table.rows)
-    if converted.engine.num_key_value_heads is not None:
+    fastest = _alike(table.rows)
+    if not any(row in fastest for row in as_it_is):
+        converted = _preferred(fastest)
         parts.append(f"{converted.engine.name} ({converted.speedup:.2f}) after a conversion whose quality is checked")
     return f"Take for {where}: {'; '.join(dict.fromkeys(parts))}."
 
 
-def _first_of_the_fastest(rows: Sequence[ServingRow]) -> ServingRow:
-    least = min(row.milliseconds for row in rows)
-    return next(row for row in rows if row.milliseconds <= ALIKE * least)
+def _preferred(rows: Sequence[ServingRow]) -> ServingRow:
+    """Return the row to take: of those as fast as the fastest the one with the least memory, else the first."""
+    alike = _alike(rows)
+    peaks = [row.peak_bytes for row in alike if row.peak_bytes is not None]
+    if len(peaks) < len(alike):
+        return alike[0]
+    return next(row for row in alike if (row.peak_bytes or 0) <= ALIKE * min(peaks))
+
+
+def _alike(rows: Sequence[ServingRow]) -> list[ServingRow]:
+    """Return the rows that are as fast as the fastest: by their medians, or where the middle halves of rounds meet."""
+    fastest = min(rows, key=lambda row: row.milliseconds)
+    most, latest = ALIKE * fastest.milliseconds, _middle_half(fastest)[1]
+    return [row for row in rows if row.milliseconds <= most or _middle_half(row)[0] <= latest]
+
+
+def _middle_half(row: ServingRow) -> tuple[float, float]:
+    """Return the first and third quartile of a row's rounds."""
+    if len(row.all_milliseconds) == 1:
+        return row.milliseconds, row.milliseconds
+    first, _, third = statistics.quantiles(row.all_milliseconds, n=4, method="inclusive")
+    return first, third
+
+
+def _memory(row: ServingRow) -> str:
+    return "" if row.peak_bytes is None else f", {row.peak_bytes / 2**20:,.0f} MiB"

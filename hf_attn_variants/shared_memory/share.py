@@ -1,14 +1,22 @@
 """`share_memory`: in a live model of upstream's the beams of a sentence share its memory, and all layers may."""
 
+import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.talking_fields import talks
 from ..modeling.upstream import check_attributes
+from ..modeling.variant_names import EAGER, SDPA
 from .attention import ENCODER_OUTPUTS, IMPLEMENTATIONS, KEYS_AND_VALUES, SharesMemory, shared_class
 from .expansion import EXPANSION, SharedExpansion
 from .known_attentions import KNOWN, cross_attentions, kind_of
@@ -16,6 +24,9 @@ from .known_attentions import KNOWN, cross_attentions, kind_of
 __all__ = ["share_memory"]
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+
+# Model types whose class is an encoder alone where it is no encoder-decoder and generates nothing.
+ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
 
 
 def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> Model:
@@ -28,12 +39,14 @@ def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AN
     (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; MLA's absorbed form, 2405.04434, appendix C). That is the
     least memory; a step multiplies more. Training, and calls that record gradients, are upstream's own.
 
+    An encoder-decoder of this package shares its memory as it is: it comes back unchanged, for either `share`.
+
     Args:
         model: a live model of upstream's own, or of a subclass (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100,
             PEGASUS, Whisper and relatives), with `attn_implementation` "sdpa" or "eager".
         share: False gives the model back as it was: its classes, and its own attributes.
         cross_cache: what a cache holds of a source: "keys_and_values" of each layer, or "encoder_outputs" once for all
-            layers.
+            layers. A model of this package has that by its field `cross_kv_lora_rank`.
 
     Returns:
         The model.
@@ -46,6 +59,10 @@ def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AN
     _check_kind(model)
     if cross_cache not in (KEYS_AND_VALUES, ENCODER_OUTPUTS):
         raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}; got {cross_cache!r}.")
+    if isinstance(model, AttnVariantModelMixin):
+        if share:
+            _check_variant(model, cross_cache)
+        return model
     found = dict(cross_attentions(model))
     if not share:
         _check_hooks(found)
@@ -98,6 +115,11 @@ def _check_hooks(found: dict[str, nn.Module]) -> None:
 def _check_kind(model: Any) -> None:
     if isinstance(model, PreTrainedModel):
         return
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "`share_memory` takes a model, not its path: load it first, "
+            f"`AutoModelForSeq2SeqLM.from_pretrained({os.fspath(model)!r})`."
+        )
     advice = ""
     if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
         advice = " Share first and compile then: `torch.compile(share_memory(model))`."
@@ -112,27 +134,68 @@ def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
     Raises:
         ValueError: with what it has and what is asked.
     """
-    name, config = type(model).__name__, model.config
+    name = type(model).__name__
+    _check_encoder_decoder(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
-            f"{name} is a variant of this package, whose field `cross_kv_lora_rank` does this: with "
-            f"`cross_kv_lora_rank={getattr(config, 'd_model', 'd_model')}` (d_model) its cross-attentions read the "
-            "encoder's outputs, and its beams share their memory with any value."
+            f"{name} is a class of transformers around attentions of this package, whose beams share no memory there."
         )
-    if not getattr(config, "is_encoder_decoder", False) or not found:
+    if not found:
+        raise ValueError(f"{name} has no cross-attention that is known here; known are {', '.join(sorted(KNOWN))}.")
+    _check_implementation(model, IMPLEMENTATIONS)
+    for path, module in found.items():
+        if not _is_shared(module):
+            _check_attention(path, module)
+
+
+def _check_encoder_decoder(model: PreTrainedModel) -> None:
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return
+    kind = "no encoder-decoder"
+    if getattr(config, "is_decoder", False):
+        kind = "a decoder"
+    elif not model.can_generate() and not ENCODERS.isdisjoint(_upstream_types(config)):
+        kind = "an encoder"
+    raise ValueError(
+        f"{type(model).__name__} is {kind}: `share_memory` takes encoder-decoders (T5, BART, Marian, Whisper and "
+        "their relatives)."
+    )
+
+
+def _upstream_types(config: Any) -> tuple[str, ...]:
+    """Return the model type of upstream's that a configuration is of, for one of this package those it stands for."""
+    return tuple(getattr(config, "upstream_model_types", (config.model_type,)))
+
+
+def _check_variant(model: Any, cross_cache: str) -> None:
+    """Check that the beams of a model of this package share what is asked.
+
+    Raises:
+        ValueError: where its heads talk in cross-attention, or its cache holds keys and values and must not.
+    """
+    name, config = type(model).__name__, model.config
+    _check_encoder_decoder(model)
+    _check_implementation(model, (EAGER, SDPA))
+    if talks(config, "cross_"):
         raise ValueError(
-            f"{name} has no cross-attention that is known here (`is_encoder_decoder` is "
-            f"{getattr(config, 'is_encoder_decoder', None)}); known are {', '.join(sorted(KNOWN))}."
+            f"The heads of this {name} talk in its cross-attentions, so that each beam keeps a memory of its own. "
+            'Beams share where these do not talk: a checkpoint converted with `cross_talking_heads="none"`.'
         )
-    implementation = config._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
+    if cross_cache == ENCODER_OUTPUTS and config.cross_kv_lora_rank is None:
+        raise ValueError(
+            f"The cache of this {name} holds keys and values, once for all beams. To hold the encoder's outputs: "
+            f"convert with `cross_kv_lora_rank={config.d_model}`, which changes no output."
+        )
+
+
+def _check_implementation(model: PreTrainedModel, known: Iterable[str]) -> None:
+    implementation = model.config._attn_implementation
+    if implementation not in known:
         raise ValueError(
             f'`share_memory` computes by "sdpa" or "eager"; this model has attn_implementation="{implementation}": '
             'call `model.set_attn_implementation("sdpa")` before.'
         )
-    for path, module in found.items():
-        if not _is_shared(module):
-            _check_attention(path, module)
 
 
 def _check_attention(path: str, module: nn.Module) -> None:

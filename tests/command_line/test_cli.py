@@ -492,3 +492,24 @@ def test_an_error_of_ours_in_a_function_that_prints_is_not_taken_for_a_full_stdo
 
     assert run_script(main) == 2
     assert capsys.readouterr().err == "error: there is no checkpoint folder 'nowhere'.\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["export", "--to", form] for form in ("transformers", "onnx", "ctranslate2")),
+        ["convert", "--num_key_value_heads", "2"],
+        ["visualize", "--text", "a"],
+        ["refresh"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_is_not_empty_is_refused_before_imports_that_take_seconds(
+    command, tmp_path, capsys, monkeypatch
+):
+    from hf_attn_variants import registration
+
+    monkeypatch.setattr(registration, "register", lambda: pytest.fail("it was imported"))
+    (tmp_path / "a").touch()
+    assert cli.main([*command, "--model_name_or_path", "somewhere", "--output_dir", str(tmp_path)]) == 2
+    assert "is not empty; give a new one or empty it" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What `inspect` counts, against models that were built, and against torch's own counter of operations."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -267,12 +268,39 @@ def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = ["--length", "10", "--source_length", "20", "--num_beams", "4", "--memory"]
     assert cli.main(["inspect", str(tmp_path), *sizes, "1MiB"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
     assert "largest batch" in printed and "4 beams" in printed
-    assert f"so that {table.upstream_largest_batch:,} sequences fit" in printed
+    cells = {line.split("  ")[0]: re.split(r"\s{2,}", line) for line in printed.splitlines() if "  " in line}
+    [first, own] = [cells[name] for name in ("transformers *", "MHA")]
+    assert printed.index("transformers *") < printed.index("MHA") and "transformers" not in printed.splitlines()[-1]
+    assert (first[3], first[4]) == ("0 B (0%)", str(table.upstream_largest_batch))
+    assert own[4] == f"{table.current.largest_batch}"
+    saved = table.upstream_kv_cache_bytes - table.current.kv_cache_bytes
+    assert table.savings(table.current)["kv_cache_bytes"] == saved
+    assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
+    assert "`share_memory` gives transformers' class the cache of MHA" in printed
+    for memory, said in (
+        ("1KiB", f"alone ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
+        ("419KiB", "leave too"),
+    ):
+        assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0
+        assert said in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path), *sizes, "4 gallons"])
     assert "write a size as 4GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag, field", [(["--num_beams", "4"], "num_beams"), (["--memory", "1GiB"], "memory")])
+def test_beams_and_memory_are_of_a_cache(tmp_path, capsys, flag, field):
+    """An encoder has none, nor has a decoder whose terms need all past inputs."""
+    uncached = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], architectures=["AttnVariantT5Model"])
+    for config in (BERT.config(head="BertModel", architectures=["AttnVariantBertModel"]), uncached):
+        config.save_pretrained(tmp_path)
+        assert cli.main(["inspect", str(tmp_path), *flag]) == 2
+        said = capsys.readouterr()
+        assert f"has no key/value cache, which `{field}` is of" in said.err and not said.out
+        assert cli.main(["inspect", str(tmp_path)]) == 0
+        capsys.readouterr()
 
 
 def test_only_what_a_conversion_reaches_is_called_one(tmp_path):

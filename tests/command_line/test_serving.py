@@ -156,7 +156,7 @@ def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def table_of(**milliseconds):
+def table_of(peaks=None, rounds=None, **milliseconds):
     known = {
         "transformers": Engine("transformers"),
         "share": Engine("share_memory", shared=True),
@@ -167,7 +167,10 @@ def table_of(**milliseconds):
     }
     first = milliseconds["transformers"]
     rows = [
-        ServingRow(known[name], time, [time], 1e3 / time, first / time, 1.0, None, {})
+        ServingRow(
+            *(known[name], time, (rounds or {}).get(name, [time]), 1e3 / time, first / time, 1.0),
+            *(None if peaks is None else peaks[name] * 2**20, {}),
+        )
         for name, time in milliseconds.items()
     ]
     return ServingTable("t5", Load(1, 64, 32, 1), rows, {}, {}, {})
@@ -176,8 +179,15 @@ def table_of(**milliseconds):
 @pytest.mark.parametrize(
     "times, said",
     [
-        ({"transformers": 100, "share": 98, "int8": 96}, "transformers (1.00 times transformers)."),
-        ({"transformers": 100, "share": 50, "int8": 49}, "share_memory (2.00 times transformers)."),
+        (
+            {"transformers": 100, "share": 98, "int8": 96},
+            "transformers (1.00 times transformers), which differs by no more than the rounds do from "
+            "share_memory (1.02), int8 (1.04).",
+        ),
+        (
+            {"transformers": 100, "share": 50, "int8": 49},
+            "share_memory (2.00 times transformers), which differs by no more than the rounds do from int8 (2.04).",
+        ),
         (
             {"transformers": 100, "share": 80, "int8": 50},
             "int8 (2.00 times transformers); share_memory (1.25) where numbers must stay float32's.",
@@ -198,6 +208,25 @@ def table_of(**milliseconds):
 def test_the_advice(times, said):
     where = "Take for batch 1, length 64, 32 new tokens (greedy), this machine: "
     assert advice(table_of(**times)) == where + said
+
+
+def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
+    times = {"transformers": 135, "share": 101, "int8": 93}
+    rounds = {"transformers": [135] * 4, "share": [99, 100, 101, 105, 107], "int8": [90, 92, 93, 101, 104]}
+    said = {}
+    for share, int8 in ((700, 300), (300, 700), (300, 290)):
+        peaks = {"transformers": 900, "share": share, "int8": int8}
+        said[share, int8] = advice(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
+    assert said[700, 300] == (
+        "int8 (1.45 times transformers, 300 MiB), which differs by no more than the rounds do from share_memory "
+        "(1.34, 700 MiB); share_memory (1.34) where numbers must stay float32's."
+    )
+    assert said[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which differs by no more")
+    assert said[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which differs by no more")
+    apart = rounds | {"share": [101] * 4, "int8": [93] * 4}
+    assert advice(table_of(None, apart, **times)).partition("this machine: ")[2] == (
+        "int8 (1.45 times transformers); share_memory (1.34) where numbers must stay float32's."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a conversion says of the whole model: measured on held-out examples, bounded, and strict if asked."""
 
+import dataclasses
 import json
 
 import pytest
@@ -94,6 +95,8 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert stored["measure"] == "embeddings" and stored["examples"] == 51 and 0 < stored["value"] < 1
     said = f"cosine of {stored['value']:.3f} to the source's (51 held-out examples)"
+    kept = dataclasses.replace(report, quality=dataclasses.replace(report.quality, value=0.92))
+    assert "cosine of 0.920 to the source's (51 held-out examples): kept, the bound is 0.8\n" in kept.summary()
     assert said in report.summary() and "error of attention outputs" not in report.summary()
     assert "error of attention outputs" in report.summary(attention_errors=True)
     (section,) = step_sections(read_history(tmp_path / "out").steps, None)
@@ -147,7 +150,10 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
     assert "error: the conversion has not kept the model" in capsys.readouterr().err
     assert main([*line, "--output_dir", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert "NOT KEPT" in printed.out and "error of attention outputs" not in printed.out
+    assert (
+        "held-out examples): NOT KEPT, the bound is 0.8\n" in printed.out
+        and "error of attention outputs" not in printed.out
+    )
     assert main([*line, "--attention_errors", "--output_dir", str(tmp_path / "errors")]) == 0
     assert "error of attention outputs" in capsys.readouterr().out
 
@@ -160,6 +166,9 @@ def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
     assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
-    assert "of the tokens it writes are not the source's (8 held-out examples)" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "of the tokens it writes are not the source's (8 held-out examples): " in said.out
+    assert "kept, the bound is 10%" in said.out.replace("NOT KEPT", "kept")
+    assert "off on held-out" not in said.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2
     assert "--quick is of a calibration" in capsys.readouterr().err

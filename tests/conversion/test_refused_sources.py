@@ -36,7 +36,11 @@ IMPOSSIBLE = [
     ),
     ({"num_kv_heads": 4}, "`num_kv_heads` is not a field of 'bert' checkpoints: did you mean `num_key_value_heads`?"),
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype` must be one of float64, float32"),
-    ({}, "nothing to convert"),
+    (
+        {},
+        "nothing to convert: give one of `num_key_value_heads`, `kv_lora_rank`, `talking_heads`, "
+        "`cross_talking_heads`, `attention_pattern`, `attention_kernel`, `per_layer_values`.",
+    ),
     ({"per_layer_values": {"kv_lora_rank": [None, None]}}, "nothing to convert: `per_layer_values` gives no layer"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),
     ({"talking_heads": "both", "num_softmax_heads": 24}, "needs equal head counts"),

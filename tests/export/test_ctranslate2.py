@@ -282,6 +282,16 @@ def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path)
     assert size < full * (share + 0.06)
     assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
     assert f"for CTranslate2, {quantization}" in written.summary()
+    found, said = written.agreement, " ".join(written.summary().split())
+    tokens = f"{found.same_tokens} of {found.tokens}"
+    if quantization == "float32":
+        assert f"read back {tokens} greedy tokens of 4 inputs are the model's" in said and "rounds" not in said
+        return
+    assert f"read back {found.same} of 4 greedy outputs are the model's; before the first" in said
+    assert (
+        f"token come {tokens} {quantization} rounds, so some differ" in said
+        and "check the quality on your own data" in said
+    )
 
 
 @needs_engine

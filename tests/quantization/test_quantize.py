@@ -122,6 +122,34 @@ def test_it_is_not_saved(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_its_type_stays(name):
+    """By every method that casts, of a copy too, and before any tensor is changed."""
+    model = quantize(tiny_model(name))
+    pickled = pickle.loads(pickle.dumps(model))
+    for each in (model, copy.deepcopy(model), pickled, model.get_encoder()):
+        for cast in (
+            lambda: each.to(torch.bfloat16),  # noqa: B023
+            lambda: each.to("meta"),  # noqa: B023
+            lambda: each.bfloat16(),  # noqa: B023
+            lambda: each.double(),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="has int8 maps, which compute on a CPU beside float32; asked for"):
+                cast()
+        assert {parameter.dtype for parameter in each.parameters()} == {torch.float32}
+        assert each.to("cpu") is each and each.to(torch.float32) is each
+    copied = copy.deepcopy(model)
+    assert vars(copied)["_apply"].args[0] is copied and vars(pickled)["_apply"].args[0] is pickled
+
+
+def test_its_vocabulary_stays():
+    for name in ("t5", "bart"):
+        with pytest.raises(ValueError, match="call `resize_token_embeddings` on the model of float32"):
+            quantize(tiny_model(name)).resize_token_embeddings(70)
+    encoder = quantize(tiny_model("t5", transformers.T5EncoderModel))  # which has no head
+    assert encoder.resize_token_embeddings(70).num_embeddings == 70
+
+
 def test_it_is_not_trained():
     model = quantize(tiny_model("bart"))
     batch = source_batch("bart") | {"labels": torch.arange(4, 19).view(3, 5)}
@@ -194,6 +222,7 @@ def test_what_cannot_be_is_refused_by_name():
     refused(tiny_model("t5").to(torch.bfloat16), "torch.bfloat16", "float32", dtype="bfloat16")
     refused(tiny_model("t5"), "int4", "bfloat16", dtype="int4")
     refused(torch.nn.Linear(2, 2), "Linear")
+    refused("runs/a", "load it first", "from_pretrained('runs/a')")
     refused(torch.compile(tiny_model("t5")), "torch.compile(quantize(model))")
     compiled = tiny_model("t5")
     compiled._compiled_call_impl = print  # as `compiled.compile()` sets

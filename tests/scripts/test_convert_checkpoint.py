@@ -53,7 +53,11 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
     [
         (["--num_key_value_heads", "5"], "got 5 for 12"),
         (["--num_key_value_heads", "4", "--encoder_num_key_value_heads", "2"], "encoder_num_key_value_heads"),
-        ([], "nothing to convert"),
+        (
+            [],
+            "nothing to convert: give one of --num_key_value_heads, --kv_lora_rank, --talking_heads",
+        ),
+        (["--seed", "1"], "--attention_pattern, --attention_kernel, --per_layer_values."),
     ],
 )
 def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, options, message):

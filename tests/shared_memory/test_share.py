@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pathlib
 import pickle
 
 import pytest
@@ -11,12 +12,15 @@ from fixtures.caches import cache_of, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 import hf_attn_variants
-from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, share_memory
+from hf_attn_variants import share_memory
 from hf_attn_variants.shared_memory.attention import SharesMemory
 from hf_attn_variants.shared_memory.cache_layers import SharedDynamicLayer
 from hf_attn_variants.shared_memory.expansion import EXPANSION
 from hf_attn_variants.shared_memory.known_attentions import cross_attentions
 
+OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
+VARIANTS = ({}, {"num_key_value_heads": 2}, {"cross_kv_lora_rank": 32}, {"cross_kv_lora_rank": 8})
+VARIANTS += ({"cross_score_function": "additive"}, {"cross_attention_kernel": "elu"}, {"value_head_dim": 6})
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
@@ -246,9 +250,14 @@ def test_what_cannot_share_is_refused_by_name():
             hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=20
         )
     )
-    refused(bert, "BertModel", "T5Attention")
-    variant = AttnVariantT5ForConditionalGeneration(AttnVariantT5Config(**FAMILIES["t5"].fields))
-    refused(variant, "cross_kv_lora_rank=32")
+    refused(bert, "BertModel is an encoder: `share_memory` takes encoder-decoders")
+    refused(tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel is an encoder: `share_memory` takes")
+    encoder = hf_attn_variants.AttnVariantT5EncoderModel(variant_config("t5"))
+    refused(encoder, "AttnVariantT5EncoderModel is an encoder: `share_memory` takes")
+    gpt2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1}
+    refused(transformers.GPT2Model(transformers.GPT2Config(**gpt2)), "GPT2Model is no encoder-decoder")
+    refused("runs/a", "load it first", "from_pretrained('runs/a')")
+    refused(pathlib.Path("runs/a"), "load it first", "from_pretrained('runs/a')")
     refused(torch.nn.Linear(2, 2), "Linear")
     refused(torch.compile(tiny_model("t5")), "torch.compile(share_memory(model))")
     flash = tiny_model("t5")
@@ -261,7 +270,61 @@ def test_what_cannot_share_is_refused_by_name():
     hooked.model.decoder.layers[0].encoder_attn.forward = print
     refused(hooked, "model.decoder.layers.0.encoder_attn", "accelerate")
     decoder = transformers.BartForCausalLM(tiny_model("bart").config)
-    refused(decoder, "BartForCausalLM", "is_encoder_decoder")
+    refused(decoder, "BartForCausalLM is a decoder")
+    for cls in (transformers.BertLMHeadModel, hf_attn_variants.AttnVariantBertLMHeadModel):
+        own = cls(cls.config_class(**bert.config.to_diff_dict() | {"is_decoder": True, "add_cross_attention": True}))
+        refused(transformers.EncoderDecoderModel(encoder=bert, decoder=own), "EncoderDecoderModel")
+
+
+def variant_config(name, **fields):
+    return getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].config}")(**FAMILIES[name].fields | fields)
+
+
+def variant_model(name, **fields):
+    torch.manual_seed(0)
+    cls = getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].model}")
+    return cls(variant_config(name, **fields)).eval()
+
+
+def searched(model, name):
+    """Return what a search by three beams writes, and of how many rows the encoder's outputs are in each step."""
+    rows = set()
+    spy = model.register_forward_pre_hook(
+        lambda module, given, named: rows.add(len(named["encoder_outputs"][0])), with_kwargs=True
+    )
+    made = model.generate(**source_batch(name), **BEAMS)
+    spy.remove()
+    return made, rows
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_encoder_decoders_share_as_they_are(name, fields):
+    model = variant_model(name, **fields)
+    expected, rows = searched(model, name)
+    assert rows == {3}  # sentences, not beams
+    before = states_of(model)
+    for share in (True, False, True):
+        assert share_memory(model, share) is model and states_of(model) == before
+    assert torch.equal(searched(model, name)[0], expected)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_heads_that_talk_in_cross_attention_keep_a_memory_for_each_beam(name):
+    model = variant_model(name, cross_talking_heads="logits")
+    assert searched(model, name)[1] == {9}
+    refused(model, "talk in its cross-attentions", 'cross_talking_heads="none"')
+    assert share_memory(model, False) is model
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_cache_of_encoder_outputs_is_a_field(name):
+    with pytest.raises(ValueError, match=r"holds keys and values.* convert with `cross_kv_lora_rank=32`"):
+        share_memory(variant_model(name), cross_cache="encoder_outputs")
+    model = variant_model(name, cross_kv_lora_rank=32)
+    assert share_memory(model, cross_cache="encoder_outputs") is model
+    with pytest.raises(ValueError, match="`cross_cache` must be"):
+        share_memory(model, cross_cache="outputs")
 
 
 def test_what_was_put_over_it_is_taken_off_first():

@@ -257,7 +257,7 @@ class _Course:
             known = [error for error in self._errors if error is not None]
             if len(known) == len(self._errors):
                 mean = sum(known) / len(known)
-                self._bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
+                self._bar.set_postfix_str(f"mean error of one attention {mean:.1%}", refresh=is_watched())
         return converted
 
     def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
