@@ -97,13 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
     parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Of fine-tuning on a GLUE task.")
     parser.add_argument("--distillation_steps", type=int, default=60, help="Of 32 texts (default: %(default)s).")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=[0],
-        help="Each draws its own texts; several show the spread, a minute or more each (default: 0).",
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Each draws its own texts (default: 0).")
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     args = parser.parse_args(argv)
     args.seeds = list(dict.fromkeys(args.seeds))
@@ -168,7 +162,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
     """Return the row of each way to convert, with a score of each seed."""
     heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {_seeds(args.seeds)} ...", flush=True)
+    print(f"2/4  {heads} key/value heads, in two ways, then distilled: seeds {args.seeds} ...", flush=True)
     rows: dict[str, dict[str, Any]] = {
         way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS
     }
@@ -342,10 +336,6 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
         here = [model(**batch)[0].flatten() for batch in batches]
     there = [torch.tensor(numbers) for numbers in loaded["outputs"]]
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(here, there, strict=True))
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _shown(scores: Sequence[float] | None) -> str:
