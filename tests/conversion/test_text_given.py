@@ -243,7 +243,7 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
         written[stream.isatty()] = stream.getvalue()
-        for expected in ("calibrating attention 3 of 3", "9/9", "off on held-out"):
+        for expected in ("calibrating attention 3 of 3", "9/9", "mean error of one attention"):
             assert expected in written[stream.isatty()]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
     assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
