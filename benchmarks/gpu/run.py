@@ -33,9 +33,9 @@ from hf_attn_variants.files import atomic_write, load_json  # noqa: E402
 PARTS: dict[str, tuple[float, str]] = {
     "parity": (3, "every host against upstream, in float32, bfloat16 and float16"),
     "kernel_truth": (3, "the talking-heads kernels against the formula"),
-    "kernel_settings": (2, "how the kernels are best launched, and where their time goes"),
-    "kernel_speed": (5, "the same beside fused attention and the compiled formula: time and memory"),
-    "decoding": (7, "T5-base and T5-large: tokens a second, memory, largest batch"),
+    "kernel_settings": (1.5, "how the kernels are best launched, and where their time goes"),
+    "kernel_speed": (4.5, "the same beside fused attention and the compiled formula: time and memory"),
+    "decoding": (6, "T5-base and T5-large: tokens a second, memory, largest batch"),
     "long_texts": (3, "windows and kernels linear in the length, to 65,536 tokens"),
     "training_steps": (2.5, "training steps: tokens a second, share of the peak"),
     "training_loop": (1.5, "the training loop in mixed precision, killed and resumed"),

@@ -1,7 +1,6 @@
 """The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +35,6 @@ METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-# How the converter's error begins that names the fields to give, which are flags here.
-NOTHING_GIVEN = "nothing to convert: give one of"
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
@@ -270,12 +267,7 @@ def main(args: argparse.Namespace) -> Any:
         options.pop(name)
     calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
-        try:
-            report = convert_checkpoint(calibration=calibration, **options)
-        except ValueError as error:
-            if not str(error).startswith(NOTHING_GIVEN):
-                raise
-            raise ValueError(re.sub(r"`(\w+)`", r"--\1", str(error))) from error
+        report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary(args.attention_errors))
     print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
     return report

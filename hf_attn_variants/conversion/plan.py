@@ -270,7 +270,7 @@ def _check_fields(
         found = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
         found = [name for name in found if name in config_class.variant_fields()]
         names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *found))
-        raise ValueError(f"nothing to convert: give one of {names}.")
+        raise ValueError(f"nothing to convert: give one of {names} (each is a flag of the command, too).")
     asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
     if learned := [pattern for pattern in asked if pattern in PATTERNS and pattern_class(pattern).learned]:
         raise ValueError(

@@ -7,10 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -24,9 +20,6 @@ from .known_attentions import KNOWN, cross_attentions, kind_of
 __all__ = ["share_memory"]
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-# Model types whose class is an encoder alone where it is no encoder-decoder and generates nothing.
-ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
 
 
 def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> Model:
@@ -149,23 +142,11 @@ def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
 
 
 def _check_encoder_decoder(model: PreTrainedModel) -> None:
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return
-    kind = "no encoder-decoder"
-    if getattr(config, "is_decoder", False):
-        kind = "a decoder"
-    elif not model.can_generate() and not ENCODERS.isdisjoint(_upstream_types(config)):
-        kind = "an encoder"
-    raise ValueError(
-        f"{type(model).__name__} is {kind}: `share_memory` takes encoder-decoders (T5, BART, Marian, Whisper and "
-        "their relatives)."
-    )
-
-
-def _upstream_types(config: Any) -> tuple[str, ...]:
-    """Return the model type of upstream's that a configuration is of, for one of this package those it stands for."""
-    return tuple(getattr(config, "upstream_model_types", (config.model_type,)))
+    if not getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is no encoder-decoder: `share_memory` takes these alone (T5, BART, Marian, "
+            "Whisper and their relatives)."
+        )
 
 
 def _check_variant(model: Any, cross_cache: str) -> None:

@@ -250,10 +250,10 @@ def test_what_cannot_share_is_refused_by_name():
             hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=20
         )
     )
-    refused(bert, "BertModel is an encoder: `share_memory` takes encoder-decoders")
-    refused(tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel is an encoder: `share_memory` takes")
+    refused(bert, "BertModel is no encoder-decoder: `share_memory` takes these alone")
+    refused(tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel is no encoder-decoder")
     encoder = hf_attn_variants.AttnVariantT5EncoderModel(variant_config("t5"))
-    refused(encoder, "AttnVariantT5EncoderModel is an encoder: `share_memory` takes")
+    refused(encoder, "AttnVariantT5EncoderModel is no encoder-decoder")
     gpt2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1}
     refused(transformers.GPT2Model(transformers.GPT2Config(**gpt2)), "GPT2Model is no encoder-decoder")
     refused("runs/a", "load it first", "from_pretrained('runs/a')")
@@ -270,7 +270,7 @@ def test_what_cannot_share_is_refused_by_name():
     hooked.model.decoder.layers[0].encoder_attn.forward = print
     refused(hooked, "model.decoder.layers.0.encoder_attn", "accelerate")
     decoder = transformers.BartForCausalLM(tiny_model("bart").config)
-    refused(decoder, "BartForCausalLM is a decoder")
+    refused(decoder, "BartForCausalLM is no encoder-decoder")
     for cls in (transformers.BertLMHeadModel, hf_attn_variants.AttnVariantBertLMHeadModel):
         own = cls(cls.config_class(**bert.config.to_diff_dict() | {"is_decoder": True, "add_cross_attention": True}))
         refused(transformers.EncoderDecoderModel(encoder=bert, decoder=own), "EncoderDecoderModel")

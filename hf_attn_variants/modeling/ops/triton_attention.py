@@ -34,6 +34,8 @@ __all__ = ["allows_tf32", "covers_device", "is_supported", "triton_backward", "t
 WORKSPACE_BYTES = 256 * 2**20
 # How half precision is launched: the block, where heads take 16 places, warps and stages. Measured on an H200 beside
 # others (benchmarks/gpu/kernel_settings.py). Three stages hide the loads; backward, one warp waits for no other.
+# Forward this is of rows without dropout and bias that have more numbers than a short one, 1,024 keys of 16 heads.
+SHORT_ROW = 16384
 LONG_ROW = (256, 4, 3)
 BACKWARD = (64, 1, 3)
 MAX_HEADS = 64
@@ -195,20 +197,20 @@ def _forward_settings(call: _TritonCall) -> dict:
     # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
-    budget = 16384 // (2 if call.seed is not None or many_loads else 1) // (4 if exact else 1)
     block = max(16, triton.next_power_of_2(call.memory))
-    one_block = block * call.widest() <= budget
-    if not (one_block or exact or many_loads or call.seed is not None):
+    if not (exact or many_loads or call.seed is not None) and block * call.widest() > SHORT_ROW:
         # Scores that are not made zero beyond the row go from the load straight into the product.
         block, warps, stages = LONG_ROW
         block = max(16, block * 16 // call.widest())
         return {"BLOCK": block, "ONE_BLOCK": False, "ZEROED": False, "num_warps": warps, "num_stages": stages}
-    block = block if one_block else max(16, budget // call.widest())
+    budget = 32768 // (2 if call.seed is not None or many_loads else 1) // (4 if exact else 1)
+    one_block = block * call.widest() <= budget
+    block = block if one_block else max(16, budget // 2 // call.widest())
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
     if _spills(call):
         block, warps = min(block, 32), 8
         one_block = block >= call.memory
-    stages = 1 if one_block or exact or many_loads else 2
+    stages = 1 if exact or many_loads else 2
     return {"BLOCK": block, "ONE_BLOCK": one_block, "ZEROED": True, "num_warps": warps, "num_stages": stages}
 
 
