@@ -36,3 +36,32 @@ def test_nothing_changes_between_a_model_and_itself(script, tmp_path, capsys):
     assert [row["against_source"]["word_error_rate"] for row in report["rows"]] == [0.0, 0.0]
     assert report["rows"][1]["against_texts"]["words"] == 6
     assert json.loads(capsys.readouterr().out.splitlines()[0])["model"] == "whisper"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("one, two", ["one", "two"]),
+        (
+            "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e\u0964",
+            2,
+        ),  # Hindi: vowel signs are no spaces
+        ("\u3053\u3093\u306b\u3061\u306f\u3001\u4e16\u754c", 7),  # Japanese: by characters
+        ("e\u0301te\u0301", ["\u00e9t\u00e9"]),  # one form of accents
+    ],
+)
+def test_words_of_other_scripts(script, text, words):
+    found = script.words(text)
+    assert (len(found) if isinstance(words, int) else found) == words
+
+
+def test_times_are_compared_of_tokens_that_both_write(script):
+    source = [script.Transcript("", [5, 6, 7], [0.0, 1.0, 2.0])]
+    own = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
+    assert script.time_differences(source, source)["seconds_of_95_percent"] == 0
+    assert script.time_differences(source, own) == {
+        "tokens": 2,
+        "median_seconds": 0.25,
+        "seconds_of_95_percent": 0.5,
+    }
+    assert script.time_differences(source, [script.Transcript("", [1], [0.0])])["tokens"] == 0
