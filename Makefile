@@ -62,11 +62,11 @@ quality: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 matrix: install
-	@$(BIN)/python benchmarks/transformers_matrix.py $(ARGS)
+	@$(BIN)/python -m benchmarks.versions.transformers_matrix $(ARGS)
 
 # Its results are not those of docs/compatibility.md.
 matrix-newest: install
-	@$(BIN)/python benchmarks/transformers_matrix.py --newest --check --output_dir build/matrix $(ARGS)
+	@$(BIN)/python -m benchmarks.versions.transformers_matrix --newest --check --output_dir build/matrix $(ARGS)
 
 dist: install
 	@test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c \

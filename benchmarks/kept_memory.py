@@ -218,7 +218,7 @@ def views(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None
 
 def print_claims(name: str, report: dict[str, Any]) -> None:
     """Print what each figure of a report took, both ways, and of each ratio what may be said."""
-    from speed_claims import claims  # which asks `claimed`
+    from benchmarks.speed_claims import claims  # which asks `claimed`
 
     kept = dict(usages(report.get("kept", {})))
     for path, usage in usages(report):

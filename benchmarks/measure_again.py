@@ -1,4 +1,4 @@
-"""Measure all claims of speed again, both ways (`kept_memory.py`): every report of benchmarks/results/ that has some.
+"""Measure all claims of speed again, both ways (`kept_memory.py`): every report of benchmarks/ that has some.
 
 Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
 on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
@@ -7,9 +7,9 @@ command goes on where it was ended; one that cannot be made is named at the end.
 docs/.
 
 Example:
-    python benchmarks/measure_again.py --dry_run
-    python benchmarks/measure_again.py --only decode_t5-small_latents_cpu_beams4 decode_t5-small_cpu_beams4
-    PYTHONPATH=PEER python benchmarks/measure_again.py --minilm MINILM --train_file wikipedia/train-*.gz
+    python -m benchmarks.measure_again --dry_run
+    python -m benchmarks.measure_again --only decode_t5-small_latents_cpu_beams4 decode_t5-small_cpu_beams4
+    PYTHONPATH=PEER python -m benchmarks.measure_again --minilm MINILM --train_file wikipedia/train-*.gz
 """
 
 import argparse
@@ -26,21 +26,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kept_memory import is_recorded
-from speed_claims import claims, is_of_speed, ratios
-from speed_tables import RESULTS, TABLES
-
+from benchmarks.kept_memory import is_recorded
+from benchmarks.speed_claims import claims, is_of_speed, ratios
+from benchmarks.speed_tables import TABLES, report_path, report_paths
 from hf_attn_variants.files import atomic_write
 
-FOLDER, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
-    "decode_": "decode.py",
-    "decoder_state_": "decoder_state.py",
-    "sliding_window_": "sliding_window.py",
-    "linear_attention_": "linear_attention.py",
-    "hybrid_attention_": "linear_attention.py",
-    "share_memory_": "share_memory.py",
-    "serving_": "serving.py",
+    "decode_": "speed.decode",
+    "decoder_state_": "speed.decoder_state",
+    "sliding_window_": "long.sliding_window",
+    "linear_attention_": "long.linear_attention",
+    "hybrid_attention_": "long.linear_attention",
+    "share_memory_": "speed.share_memory",
+    "serving_": "speed.serving",
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
 ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]
@@ -49,19 +48,22 @@ WINDOW += ["--threads", "2", "--run_name"]
 TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
 # Of reports that do not say with which arguments they were made, or not where their input lies.
 GIVEN = {
-    "encode_minilm_cpu": ("encode.py", ["--model_name_or_path", MINILM, *ENCODE]),
-    "encode_bert-base_cpu": ("encode.py", ["--threads", "2"]),
-    "encode_minilm_window_cpu": ("encode.py", ["--model_name_or_path", MINILM, *WINDOW, "encode_minilm_window_cpu"]),
-    "encode_bert-base_window_cpu": ("encode.py", [*WINDOW, "encode_bert-base_window_cpu"]),
-    "long_t5_passes": ("long_t5.py", ["--parts", "passes", "--num_threads", "2", "--work_dir", WORK]),
-    "onnx_latency": ("onnx_latency.py", ["--model_name_or_path", MINILM]),
+    "encode_minilm_cpu": ("speed.encode", ["--model_name_or_path", MINILM, *ENCODE]),
+    "encode_bert-base_cpu": ("speed.encode", ["--threads", "2"]),
+    "encode_minilm_window_cpu": (
+        "speed.encode",
+        ["--model_name_or_path", MINILM, *WINDOW, "encode_minilm_window_cpu"],
+    ),
+    "encode_bert-base_window_cpu": ("speed.encode", [*WINDOW, "encode_bert-base_window_cpu"]),
+    "long_t5_passes": ("long.long_t5", ["--parts", "passes", "--num_threads", "2", "--work_dir", WORK]),
+    "onnx_latency": ("speed.onnx_latency", ["--model_name_or_path", MINILM]),
     "loop_overhead": (
-        "loop_overhead.py",
+        "train.loop_overhead",
         ["--model_name_or_path", MINILM, "--train_file", TEXT, "--turns", "11", "--steps", "20"],
     ),
-    "talking_heads_cpu": ("talking_heads.py", [*TALKING, "--options", "plain", "dropout", "bias"]),
-    "talking_heads_cpu_plain": ("talking_heads.py", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
-    "talking_heads_cpu_layers": ("talking_heads.py", [*TALKING, "--parts", "layers", "training_steps"]),
+    "talking_heads_cpu": ("speed.talking_heads", [*TALKING, "--options", "plain", "dropout", "bias"]),
+    "talking_heads_cpu_plain": ("speed.talking_heads", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
+    "talking_heads_cpu_layers": ("speed.talking_heads", [*TALKING, "--parts", "layers", "training_steps"]),
 }
 # With one thread, as they were measured.
 ONE_THREAD = ("loop_overhead", "onnx_latency")
@@ -106,7 +108,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2; default: that of the demo extra's package")
     parser.add_argument("--train_file", nargs="+", help="text for loop_overhead; default: shared/data/wikipedia's")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "build/measured_again")
-    parser.add_argument("--results_dir", type=Path, default=RESULTS)
+    parser.add_argument("--results_dir", type=Path, help="where the reports lie (default: by groups, in benchmarks/)")
     return parser.parse_args(arguments)
 
 
@@ -116,8 +118,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     Raises:
         SystemExit: for a name that no report of speed has.
     """
-    names = {path.stem for path in args.results_dir.glob("*.json") if is_of_speed(path.stem)}
-    names |= set(GIVEN) if args.results_dir == RESULTS else set()
+    names = set(filter(is_of_speed, report_paths(args.results_dir)))
+    names |= set(GIVEN) if args.results_dir is None else set()
     if unknown := set(args.only or ()) - names:
         sys.exit(
             f"error: no report of speed is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}"
@@ -127,9 +129,9 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     return [job_of(name, read(args.results_dir, name)) for name in wanted]
 
 
-def read(folder: Path, name: str) -> dict[str, Any] | None:
+def read(folder: Path | None, name: str) -> dict[str, Any] | None:
     """Return a report, None if there is none."""
-    path = folder / f"{name}.json"
+    path = report_path(name, folder)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -140,7 +142,7 @@ def job_of(name: str, report: dict[str, Any] | None) -> Job:
         return Job(name, *GIVEN[name], seconds)
     (script,) = (script for prefix, script in SCRIPTS.items() if name.startswith(prefix))
     arguments = dict(report["arguments"])
-    if script == "decode.py":
+    if script == "speed.decode":
         # Those from before there were latents ran none.
         arguments = {"cross_kv_lora_rank": "[]"} | arguments | {"run_name": name}
         arguments["repeats"] = str(max(LEAST_REPEATS, int(arguments["repeats"])))
@@ -218,19 +220,21 @@ def measure(job: Job, args: argparse.Namespace) -> None:
         try:  # found is not enough: where its own requirements are missing, the report would come out without it
             importlib.import_module(needed)
         except ImportError as error:
-            raise ValueError(f"{needed} cannot be imported ({error}; see benchmarks/{job.script} --help)") from error
+            script = f"python -m benchmarks.{job.script}"
+            raise ValueError(f"{needed} cannot be imported ({error}; see {script} --help)") from error
     with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
-        path = Path(temporary) / "long_t5.json" if job.script == "long_t5.py" else Path(temporary)
-        path = path / f"{job.name}.json" if job.script == "loop_overhead.py" else path
+        path = Path(temporary) / "long_t5.json" if job.script == "long.long_t5" else Path(temporary)
+        path = path / f"{job.name}.json" if job.script == "train.loop_overhead" else path
         where = "--output_dir" if path == Path(temporary) else "--output"
-        command = [sys.executable, str(FOLDER / job.script), *filled(job.flags, args), where, str(path)]
+        command = [sys.executable, "-m", f"benchmarks.{job.script}", *filled(job.flags, args), where, str(path)]
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env |= {"OMP_NUM_THREADS": "1"} if job.name in ONE_THREAD else {}
         if subprocess.run([*command, "--memory", "both"], env=env).returncode:
-            raise ValueError(f"benchmarks/{job.script} failed")
+            raise ValueError(f"benchmarks.{job.script} failed")
         (made,) = Path(temporary).glob("*.json")
         before = args.work_dir / "before" / f"{job.name}.json"
-        there = args.results_dir / before.name
+        there = report_path(job.name, args.results_dir)
         if there.is_file() and not before.is_file():
             before.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(there, before)
@@ -253,7 +257,7 @@ def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tables(names: Sequence[str], folder: Path) -> str:
+def tables(names: Sequence[str], folder: Path | None) -> str:
     """Return the rows of each table of docs/ that one of these reports is in, as Markdown."""
     parts = []
     for title, table in TABLES.items():

@@ -7,7 +7,7 @@ the ratio of the process with glibc's allocator as it is beside that with memory
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kept_memory import Claim, claimed, views
+from benchmarks.kept_memory import Claim, claimed, views
 
 __all__ = ["KINDS", "Line", "Ratio", "claims", "is_of_speed", "ratios"]
 

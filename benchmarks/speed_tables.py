@@ -9,13 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kept_memory import claimed, is_recorded, views
-from speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWED
+from benchmarks.kept_memory import claimed, is_recorded, views
+from benchmarks.speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWED
 
-__all__ = ["RESULTS", "TABLES", "Table"]
+__all__ = ["TABLES", "Table", "report_path", "report_paths"]
 
-RESULTS = Path(__file__).parent / "results"
+FOLDER = Path(__file__).resolve().parent
 Rows = Iterable[Sequence[Any]]
+
+
+def report_paths(folder: Path | None = None) -> dict[str, Path]:
+    """Return the reports in a folder by name; without one, those of all groups here but a GPU's."""
+    found = FOLDER.glob("*/results/*.json") if folder is None else folder.glob("*.json")
+    return {path.stem: path for path in sorted(found) if folder is not None or path.parts[-3] != "gpu"}
+
+
+def report_path(name: str, folder: Path | None = None) -> Path:
+    """Return where a report lies, or would: in a folder; without one, in that of its group."""
+    return report_paths(folder).get(name, (folder or FOLDER / "speed/results") / f"{name}.json")
 
 
 class Table(NamedTuple):
@@ -31,13 +42,13 @@ class Table(NamedTuple):
     names: tuple[str, ...]
     rows: Callable[..., Rows]
 
-    def is_there(self, folder: Path = RESULTS) -> bool:
-        """Return whether all its reports are in a folder."""
-        return all((folder / f"{name}.json").is_file() for name in self.names)
+    def is_there(self, folder: Path | None = None) -> bool:
+        """Return whether all its reports are in a folder, or here."""
+        return all(report_path(name, folder).is_file() for name in self.names)
 
-    def made(self, folder: Path = RESULTS) -> list[list[str]]:
-        """Return the cells of each row, from the reports in a folder."""
-        reports = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in self.names)
+    def made(self, folder: Path | None = None) -> list[list[str]]:
+        """Return the cells of each row, from the reports in a folder, or those here."""
+        reports = (json.loads(report_path(name, folder).read_text(encoding="utf-8")) for name in self.names)
         return [[str(cell) for cell in row] for row in self.rows(*reports)]
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import transformers
-from machine import machine
 
+from benchmarks.machine import machine
 from hf_attn_variants.files import atomic_write, load_json
 from hf_attn_variants.inspection.page_faults import Watch, memory_now
 

@@ -9,10 +9,11 @@ import argparse
 from functools import cache
 from typing import Any
 
-import decode
 import torch
-from cells import Cells, main
-from machine import synchronize
+
+from benchmarks.gpu.cells import Cells, main
+from benchmarks.machine import synchronize
+from benchmarks.speed import decode
 
 SOURCE = 2048
 # First what the goal is about. None: the largest batch. Each change of the shape makes all models anew.

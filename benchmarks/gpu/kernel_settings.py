@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from cells import Cells, main
-from talking_heads_peers import interleaved
 
+from benchmarks.gpu.cells import Cells, main
+from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants.modeling.ops import triton_attention
 from hf_attn_variants.modeling.ops.attention_operands import Operands
 

@@ -8,9 +8,10 @@ import argparse
 from typing import Any
 
 import torch
-from cells import Cells, main
-from peers import MODES, memory_row, side_by_side
-from talking_heads_peers import make_inputs, make_peers, make_step
+
+from benchmarks.gpu.cells import Cells, main
+from benchmarks.gpu.peers import MODES, memory_row, side_by_side
+from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 
 LENGTHS = (2048, 512, 8192, 1024, 4096, 16384)
 TOKENS = 16384

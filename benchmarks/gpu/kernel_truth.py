@@ -8,8 +8,8 @@ import argparse
 from typing import Any, NamedTuple
 
 import torch
-from cells import Cells, main, relative_error
 
+from benchmarks.gpu.cells import Cells, main, relative_error
 from hf_attn_variants.modeling.ops import triton_attention
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.reference import attention_core

@@ -8,11 +8,11 @@ import argparse
 from typing import Any
 
 import torch
-from cells import Cells, main
-from peers import memory_row, side_by_side
-from sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
-from talking_heads_peers import make_inputs, make_peers, make_step
 
+from benchmarks.gpu.cells import Cells, main
+from benchmarks.gpu.peers import memory_row, side_by_side
+from benchmarks.long.sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
+from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
 
 try:  # a package without them has windows alone

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from architectures import ALBERT, ARCHITECTURES, BASE_HEADS, BERT, T5, VARIANTS, Architecture
-from cells import Cells, main, relative_error
 from relatives import RELATIVES
 
 import hf_attn_variants
+from benchmarks.gpu.cells import Cells, main, relative_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from talking_heads_memory import cpu_memory, cuda_memory
-from talking_heads_peers import interleaved
+
+from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
+from benchmarks.speed.talking_heads_peers import interleaved
 
 MODES = ("forward", "training")
 

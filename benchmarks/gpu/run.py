@@ -8,9 +8,9 @@ share of the minutes leaves the rest to the others.
 It needs torch, triton and transformers, and no network: weights are random, of real shapes.
 
 Example:
-    python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25
-    python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25 --parts parity kernel_truth --retry
-    python benchmarks/gpu/run.py --output_dir build/gpu-tiny --device cpu --tiny
+    python -m benchmarks.gpu.run --output_dir build/gpu --minutes 25
+    python -m benchmarks.gpu.run --output_dir build/gpu --minutes 25 --parts parity kernel_truth --retry
+    python -m benchmarks.gpu.run --output_dir build/gpu-tiny --device cpu --tiny
 """
 
 import argparse
@@ -23,11 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_attn_variants.files import atomic_write, load_json
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
-
-from hf_attn_variants.files import atomic_write, load_json  # noqa: E402
 
 # Each part, its minutes of 25, and what it shows; in order of importance.
 PARTS: dict[str, tuple[float, str]] = {
@@ -109,7 +108,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
     output = args.output_dir / f"{part}.json"
     command = [sys.executable, str(HERE / f"{part}.py"), "--device", args.device, "--output", str(output)]
     command += ["--deadline", str(deadline - GRACE_SECONDS / 2), *(["--tiny"] if args.tiny else [])]
-    folders = [str(path) for path in (ROOT, HERE, HERE.parent, ROOT / "tests")]
+    folders = [str(path) for path in (ROOT, ROOT / "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for _ in range(MAX_STARTS):

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from cells import Cells, main
 from fixtures.processes import Signal
 from torch.utils.data import DataLoader
 
+from benchmarks.gpu.cells import Cells, main
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.loop_settings import LoopSettings

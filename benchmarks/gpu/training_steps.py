@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cells import Cells, main
-from decode import SHAPES
-from talking_heads_peers import interleaved
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from benchmarks.gpu.cells import Cells, main
+from benchmarks.speed.decode import SHAPES
+from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants.training.engine.throughput import TrainingCost
 
 BERT = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}

@@ -367,9 +367,9 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
         found = [auto_class for auto_class, model in auto_classes.items() if model == name]
-        preferred = [each for each in found if each not in ("AutoModelForPreTraining", "AutoModelForTextEncoding")]
-        if found:
-            return (preferred or found)[0]
+        if found:  # a BART that writes fills masks too, and every model that was pretrained is one to pretrain
+            seldom = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
+            return min(found, key=lambda each: seldom.index(each) if each in seldom else -1)
     match = re.search(
         r"For(MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering)$", architecture
     )

@@ -79,7 +79,8 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
     Raises:
         UpstreamChanged: where outputs differ, or ours cannot be computed.
     """
-    upstream_class, our_class = next(iter(model_class.variant_classes.items()))
+    name = model_class.config_class.auto_classes["AutoModel"]
+    upstream_class, our_class = next(pair for pair in model_class.variant_classes.items() if pair[1].__name__ == name)
     try:
         config = _tiny_config(our_class.config_class, fields)
         config._attn_implementation = implementation

@@ -22,6 +22,7 @@ from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN, SOURCE
 __all__ = [
     "Arguments",
     "UpstreamChanged",
+    "auto_class_names",
     "cache_name",
     "cache_of",
     "changed",
@@ -32,6 +33,7 @@ __all__ = [
     "refuse_two_caches",
     "refuse_unknown",
     "upstream_class",
+    "variants_of",
 ]
 
 # What arguments are called, by role; the newest name first. A role that a method of upstream's lacks stops the import.
@@ -167,6 +169,35 @@ def upstream_class(cls: type, ours: type) -> type:
     """Return upstream's class that a class of ours, with the mixin `ours` among its bases, takes its forward from."""
     found = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
     return next(base for base in found if "forward" in vars(base))
+
+
+def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
+    """Return, for each class of upstream's that a file derives one of ours from, ours: its last base is upstream's.
+
+    Args:
+        names: what the file has defined so far, its `globals()`.
+    """
+    classes = [each for each in names.values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    return {each.__bases__[-1]: each for each in classes if each.__module__ == names["__name__"]}
+
+
+def auto_class_names(model_type: str) -> dict[str, str]:
+    """Return the name of upstream's class for a model type by the Auto class that makes it.
+
+    Raises:
+        UpstreamChanged: if not even `AutoModel` has one.
+    """
+    with known_imports():
+        from transformers.models.auto import modeling_auto
+    found: dict[str, str] = {}
+    for name in sorted(each for each in vars(modeling_auto) if each.startswith("AutoModel")):
+        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
+        classes = getattr(mapping, "_model_mapping", {}).get(model_type, ())
+        if classes:
+            found[name] = classes if isinstance(classes, str) else classes[0]
+    if "AutoModel" not in found:
+        raise changed(f"`AutoModel` has no class for {model_type}")
+    return found
 
 
 def check_called(owner: type, method: str, name: str) -> None:

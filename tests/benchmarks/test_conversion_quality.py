@@ -10,19 +10,19 @@ import pytest
 import torch
 import transformers
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("conversion_quality")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.convert.conversion_quality")
 
 
 @pytest.fixture
 def subjects(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("conversion_subjects")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.convert.conversion_subjects")
 
 
 @pytest.fixture

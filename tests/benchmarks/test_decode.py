@@ -9,13 +9,13 @@ import pytest
 
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def decode(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("decode")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.speed.decode")
 
 
 @pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])

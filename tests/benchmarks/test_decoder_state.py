@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_state_has_one_size_and_a_cache_grows(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("decoder_state")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.decoder_state")
     layers, heads, head_dim, width = 6, 4, 16, 4
     shape = benchmark.SHAPES["tiny"] | {"num_layers": layers}
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": shape})

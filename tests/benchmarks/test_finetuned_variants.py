@@ -13,13 +13,13 @@ from hf_attn_variants.commands import glue as run_glue
 from hf_attn_variants.commands import squad as run_squad
 from hf_attn_variants.commands import uptrain as uptrain
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def comparison(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("finetuned_variants")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.train.finetuned_variants")
 
 
 def test_each_variant_has_a_folder_of_its_own_and_starts_from_one_that_is_there(comparison):

@@ -24,8 +24,8 @@ def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
 
 
 def test_archives_are_made(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    maker = importlib.import_module("golden_artefacts")
+    monkeypatch.syspath_prepend(str(ROOT))
+    maker = importlib.import_module("benchmarks.versions.golden_artefacts")
     monkeypatch.setattr(golden_repositories, "HOSTS", {"bart": golden_repositories.HOSTS["bart"]})
     monkeypatch.setattr(golden_repositories, "MECHANISMS", {"gqa": {"num_key_value_heads": 4}})
     monkeypatch.setattr(golden_conversions, "CONVERSIONS", {"t5-mean": golden_conversions.CONVERSIONS["t5-mean"]})

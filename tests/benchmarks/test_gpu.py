@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def load(monkeypatch):
-    for folder in (FOLDER.parent, FOLDER):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
@@ -29,7 +28,7 @@ def cells_of(args):
 
 
 def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
-    cells = load("cells")
+    cells = load("benchmarks.gpu.cells")
     calls = []
 
     def fails():
@@ -45,7 +44,7 @@ def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
 
 
 def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):
-    cells = load("cells")
+    cells = load("benchmarks.gpu.cells")
 
     def breaks():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -57,7 +56,7 @@ def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):
 
 
 def test_a_cell_that_never_ends_is_begun_twice(load, part):
-    cells = load("cells")
+    cells = load("benchmarks.gpu.cells")
 
     def stopped():
         raise KeyboardInterrupt  # as good as SIGKILL: nothing writes a result
@@ -72,7 +71,7 @@ def test_a_cell_that_never_ends_is_begun_twice(load, part):
 
 
 def test_no_cell_begins_after_the_deadline_and_other_settings_have_another_file(load, part):
-    cells = load("cells")
+    cells = load("benchmarks.gpu.cells")
     part.deadline = time.time() - 1
     assert cells.run_cells(part, {"works": dict}) == cells.UNFINISHED
     assert cells_of(part) == {} and json.loads(part.output.read_text())["cells_in_all"] == 1
@@ -104,7 +103,7 @@ FAKES = {
 @pytest.fixture
 def run(load, monkeypatch, tmp_path):
     """`run.py` over the fakes, with little time for each."""
-    module = load("run")
+    module = load("benchmarks.gpu.run")
     for name, text in FAKES.items():
         (tmp_path / f"{name}.py").write_text(FAKE + text)
     monkeypatch.setattr(module, "HERE", tmp_path)
@@ -147,13 +146,13 @@ def test_failed_cells_are_tried_again_where_that_is_asked_for(run, tmp_path):
 )
 def test_bad_flags_are_refused(load, capsys, flags, message):
     with pytest.raises(SystemExit):
-        load("run").parse_args(flags)
+        load("benchmarks.gpu.run").parse_args(flags)
     assert message in capsys.readouterr().err
 
 
 def test_the_truth_of_kernels_is_told(load, part):
     """Of the cheapest part, in this process."""
-    cells, kernel_truth = load("cells"), load("kernel_truth")
+    cells, kernel_truth = load("benchmarks.gpu.cells"), load("benchmarks.gpu.kernel_truth")
     made = kernel_truth.make_cells(part)
     few = {name: made[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
     assert cells.run_cells(part, few) == cells.COMPLETE
@@ -162,7 +161,7 @@ def test_the_truth_of_kernels_is_told(load, part):
 
 
 def test_a_wrong_kernel_does_not_meet_the_truth(load, monkeypatch):
-    kernel_truth = load("kernel_truth")
+    kernel_truth = load("benchmarks.gpu.kernel_truth")
     attend = kernel_truth.talking_heads_attention
     monkeypatch.setattr(kernel_truth, "talking_heads_attention", lambda *args, **call: 1.001 * attend(*args, **call))
     result = kernel_truth.truth(kernel_truth.CASES["padding"]._replace(n=4, m=6), "cpu", "float32", True)
@@ -172,7 +171,7 @@ def test_a_wrong_kernel_does_not_meet_the_truth(load, monkeypatch):
 def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
     import torch
 
-    parity = load("parity")
+    parity = load("benchmarks.gpu.parity")
     host = next(host for host in parity.HOSTS if host.name == "distilbert")
     assert parity.host_parity(host, "cpu", "bfloat16")["met"]
     pair = parity.pair
@@ -190,14 +189,14 @@ def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
 def test_a_layer_with_each_kernel_is_timed(load):
     import argparse
 
-    long_texts = load("long_texts")
+    long_texts = load("benchmarks.gpu.long_texts")
     rows = long_texts.layers(512, argparse.Namespace(tiny=True, device="cpu"))
     assert {f"BERT layer, {name}" for name in long_texts.KERNELS} <= rows["forward"].keys() and not rows["failures"]
 
 
 @pytest.mark.slow
 def test_all_of_it_runs_at_tiny_shapes(load, tmp_path):
-    run = load("run")
+    run = load("benchmarks.gpu.run")
     argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30"]
     assert run.main(run.parse_args(argv)) == 0
     rows = json.loads((tmp_path / "summary.json").read_text())

@@ -1,6 +1,7 @@
 """Benchmarks both ways: processes, the bound of page faults, the merge, what is claimed, and measuring again."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ from hf_attn_variants.inspection import page_faults
 from hf_attn_variants.inspection.page_faults import KEEPING, Usage, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks"
 DECODE = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "2", "--repeats", "1"]
 DECODE += ["--skip_encoder", "--num_key_value_heads", "1", "--cross_kv_lora_rank", "--threads", "1"]
 ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--threads", "1"]
@@ -25,20 +25,20 @@ MANY = FEW | {"minor_faults": 10**6, "few_faults": False}
 
 @pytest.fixture
 def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
 def run(script, *arguments, **more):
     env = {name: value for name, value in os.environ.items() if name not in KEEPING} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    command = [sys.executable, "-m", f"benchmarks.speed.{script}", *map(str, arguments)]
     return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
 
 
 @ON_GLIBC
 def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
     # What the caller's own allocator was told does not reach the process with glibc as it is.
-    ended = run("encode.py", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
+    ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -47,17 +47,17 @@ def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
         assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in each["rows"])
     assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
-    assert load("kept_memory").is_recorded(report)
-    assert len(list(load("speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
+    assert load("benchmarks.kept_memory").is_recorded(report)
+    assert len(list(load("benchmarks.speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
 
 
 @pytest.mark.slow
 def test_a_script_runs_in_the_one_way_that_is_asked_for(tmp_path):
-    ended = run("encode.py", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
+    ended = run("encode", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))
     assert report["memory"].keys() == {"kept"} and "kept" not in report
-    failed = run("encode.py", *ENCODE, "--length", "0", "--output_dir", tmp_path / "none")
+    failed = run("encode", *ENCODE, "--length", "0", "--output_dir", tmp_path / "none")
     assert failed.returncode and not list((tmp_path / "none").glob("*"))
 
 
@@ -110,7 +110,7 @@ def test_memory_is_kept_by_both_variables_or_a_preloaded_allocator(monkeypatch):
 
 
 def test_the_smaller_ratio_is_claimed_and_both_are_said_where_they_differ(load):
-    claimed = load("kept_memory").claimed
+    claimed = load("benchmarks.kept_memory").claimed
     assert claimed(6.25, 2.11) == (2.11, "2.11x, glibc 6.25x")
     assert claimed(1.50, 2.00) == (1.50, "1.50x, kept 2.00x")
     assert claimed(1.10, 1.00) == (1.00, "1.00x")  # a tenth is not more than a tenth
@@ -133,29 +133,30 @@ def reports(kept_usage):
 
 
 def test_two_reports_become_one(load):
-    report = load("kept_memory").merged(*reports(FEW))
+    report = load("benchmarks.kept_memory").merged(*reports(FEW))
     assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
     assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
     assert report["attention"][0]["forward"]["sdpa"] == 600.0
     assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
     assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
-    (line,) = load("speed_claims").claims("sliding_window_cpu", report)
+    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
     assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00x, glibc 6.00x")
 
 
 def test_a_run_with_many_faults_does_not_count_as_kept(load):
-    report = load("kept_memory").merged(*reports(MANY))
+    report = load("benchmarks.kept_memory").merged(*reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
-    (line,) = load("speed_claims").claims("sliding_window_cpu", report)
+    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
     assert line.kept is None and line.claim == (None, "6.00x, not kept") and line.text().endswith("no claim")
-    nowhere = load("kept_memory").merged(reports(FEW)[0], None)
+    nowhere = load("benchmarks.kept_memory").merged(reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
-    assert [line.claim.ratio for line in load("speed_claims").claims("sliding_window_cpu", nowhere)] == [None]
+    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", nowhere)
+    assert line.claim.ratio is None
 
 
 def test_a_table_shows_what_is_claimed(load):
-    tables = load("speed_tables")
-    report = load("kept_memory").merged(*reports(FEW))
+    tables = load("benchmarks.speed_tables")
+    report = load("benchmarks.kept_memory").merged(*reports(FEW))
     ((row, kept),) = tables.pairs(report, "attention")
     assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00x, glibc 6.00x"
     ((row, kept),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
@@ -163,17 +164,17 @@ def test_a_table_shows_what_is_claimed(load):
 
 
 def test_the_machine_is_described_and_not_named(load):
-    found = load("machine").machine("cpu")
+    found = load("benchmarks.machine").machine("cpu")
     assert found["cpu"] and found["cores"] == os.cpu_count() and found["memory_gib"] > 0.1
     assert os.uname().nodename not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
-    info = load("machine").cpu_info()
+    info = load("benchmarks.machine").cpu_info()
     assert ("avx512f" in found["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 
 @pytest.fixture
 def again(load, tmp_path):
     """Call `measure_again.py` on a folder of a report as it was before: decode_tiny, whose arguments are in it."""
-    decode, module = load("decode"), load("measure_again")
+    decode, module = load("benchmarks.speed.decode"), load("benchmarks.measure_again")
     folder = tmp_path / "results"
     decode.main(decode.parse_args([*DECODE, "--run_name", "decode_tiny", "--output_dir", str(folder)]))
     path = folder / "decode_tiny.json"
@@ -208,7 +209,7 @@ def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, mon
 
 
 def test_what_cannot_be_measured_is_named_and_the_rest_goes_on(load, tmp_path, monkeypatch, capsys):
-    module = load("measure_again")
+    module = load("benchmarks.measure_again")
     tried = []
 
     def fails(job, args):
@@ -232,19 +233,19 @@ def test_flags_are_made_from_what_a_report_says(load):
         "layers": "None",
     }
     flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
-    assert load("measure_again").flags_of(said) == flags
+    assert load("benchmarks.measure_again").flags_of(said) == flags
 
 
 def test_each_report_of_speed_can_be_measured_again(load):
-    again = load("measure_again")
+    again = load("benchmarks.measure_again")
     jobs = again.jobs(again.parse_args([]))
-    of_speed = load("speed_claims").is_of_speed
-    assert {job.name for job in jobs} >= {path.stem for path in again.RESULTS.glob("*.json") if of_speed(path.stem)}
-    assert all((FOLDER / job.script).is_file() and 0 < job.seconds < 3600 for job in jobs)
+    of_speed = load("benchmarks.speed_claims").is_of_speed
+    assert {job.name for job in jobs} >= set(filter(of_speed, again.report_paths()))
+    assert all(importlib.util.find_spec(f"benchmarks.{job.script}") and 0 < job.seconds < 3600 for job in jobs)
 
 
 def test_input_that_is_not_here_is_named(load, monkeypatch, tmp_path):
-    module = load("measure_again")
+    module = load("benchmarks.measure_again")
     monkeypatch.setattr(module, "ROOT", tmp_path / "a")
     given = module.parse_args(["--minilm", "there"])
     assert module.filled(["--x", module.MINILM], given) == ["--x", "there"]

@@ -9,13 +9,13 @@ from fixtures.calibrations import WordTokenizer, bert, error, text
 from fixtures.glue.tiny_bert import make_tiny_bert
 from transformers import AutoTokenizer
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("kernel_conversion")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.convert.kernel_conversion")
 
 
 def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):

@@ -13,20 +13,20 @@ from fixtures.squad import make_questions, make_reader
 from fixtures.uptraining import make_t5, make_text
 from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "8", "--num_global_tokens", "1")
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("long_inputs")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.long.long_inputs")
 
 
 @pytest.fixture
 def questions(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("long_questions")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.long.long_questions")
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def shorter_questions(parse_args):
 
 
 def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("long_t5")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.long.long_t5")
     source, (english, german) = make_t5(tmp_path / "source"), make_text(tmp_path, 24)
 
     class Tiny:
@@ -171,8 +171,8 @@ def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
 
 
 def test_passes_are_timed_beside_upstream_s(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("long_t5")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.long.long_t5")
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
     monkeypatch.setattr(benchmark, "MOST_FULL", 300)
     flags = ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "out.json"), "--parts", "passes"]
@@ -183,8 +183,8 @@ def test_passes_are_timed_beside_upstream_s(tmp_path, monkeypatch):
 
 
 def test_the_encoders_that_are_timed_read_the_same(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("long_t5")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.long.long_t5")
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
     encoders, ids = benchmark.make_encoders(), torch.randint(2, 400, (1, 600))
     for ours, theirs in benchmark.UPSTREAM.items():

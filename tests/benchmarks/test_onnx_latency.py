@@ -9,13 +9,13 @@ import pytest
 import torch
 from fixtures.caches import cache_of
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("onnx_latency")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.speed.onnx_latency")
 
 
 # By default tests/export/test_onnx.py decodes with such a step.

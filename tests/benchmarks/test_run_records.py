@@ -9,14 +9,14 @@ import pytest
 from hf_attn_variants.commands import glue as run_glue
 from hf_attn_variants.commands import seq2seq as run_seq2seq
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]
 
 
 @pytest.fixture
 def records(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("run_records")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.run_records")
 
 
 def test_rows_are_added_and_replaced_by_their_key(records, tmp_path):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-bert", "tiny-whisper"])
 def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("serving")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.serving")
     for name in ("kept_maps", "quantize"):
         monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "LEAST_WEIGHTS", 1)
     options = [
@@ -30,5 +30,5 @@ def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
     report = benchmark.main(benchmark.parse_args(options))
     (row,) = report["runs"]
     assert next(iter(row["milliseconds"])) == "transformers" and row["advice"].startswith("Take for batch 2")
-    claims = importlib.import_module("speed_claims").claims(f"serving_{shape}_cpu", report)
+    claims = importlib.import_module("benchmarks.speed_claims").claims(f"serving_{shape}_cpu", report)
     assert len(list(claims)) == len(row["milliseconds"]) - 1 >= 3

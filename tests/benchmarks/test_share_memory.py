@@ -3,12 +3,12 @@
 import importlib
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_kept_of_a_source(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("share_memory")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.share_memory")
     options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "16", "--num_beams", "1", "3"]
     options += ["--max_new_tokens", "4", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     report = benchmark.main(benchmark.parse_args(options))
@@ -18,5 +18,5 @@ def test_what_is_kept_of_a_source(monkeypatch, tmp_path):
         kept = row["cross_cache_bytes"]
         assert kept["upstream"] == keys * beams and kept["keys_and_values"] == keys
         assert kept["encoder_outputs"] == outputs
-    claims = importlib.import_module("speed_claims").claims("share_memory_tiny", report)
+    claims = importlib.import_module("benchmarks.speed_claims").claims("share_memory_tiny", report)
     assert len(list(claims)) == 2 * 2

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("sliding_window")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.long.sliding_window")
 
 
 @pytest.mark.slow

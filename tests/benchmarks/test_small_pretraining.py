@@ -23,7 +23,7 @@ MAINS = {
 @pytest.fixture
 def load(monkeypatch):
     """A benchmark by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
@@ -54,7 +54,7 @@ def text(tmp_path):
 def test_rare_characters_do_not_fill_the_vocabulary(load, shared_data, tmp_path):
     shard = tmp_path / "text.txt"
     shard.write_text("\n\n".join(f"the attention of heads {chr(0x4E00 + i)} and queries" for i in range(500)))
-    load("small_pretraining").make_vocabulary(
+    load("benchmarks.train.small_pretraining").make_vocabulary(
         str(shared_data / "tokenizers/albert"), shard, tmp_path / "tokenizer", 100
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -66,7 +66,7 @@ def test_rare_characters_do_not_fill_the_vocabulary(load, shared_data, tmp_path)
 def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
     load, shared_data, text, ran, monkeypatch, capsys
 ):
-    benchmark = load("albert_mlm")
+    benchmark = load("benchmarks.train.albert_mlm")
     monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("--num_warmup_steps 200", ""))
     flags = ["--data_dir", str(text), "--tokenizer", str(shared_data / "tokenizers/albert"), "--max_train_steps", "2"]
     flags += ["--work_dir", str(text / "work"), "--output", str(text / "result.json"), "--methods", "first"]
@@ -93,7 +93,7 @@ def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
 def test_t5_learns_by_each_optimizer_and_attention_and_a_part_adds_its_rows(
     load, shared_data, text, ran, monkeypatch, capsys
 ):
-    benchmark = load("t5_span_corruption")
+    benchmark = load("benchmarks.train.t5_span_corruption")
     monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("500", "1"))
     for name, flags in list(benchmark.OPTIMIZERS.items()):
         monkeypatch.setitem(

@@ -10,14 +10,14 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ["--data_dir", "d", "--work_dir", "w"]
 
 
 @pytest.fixture
 def comparison(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("t5_multi30k")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.train.t5_multi30k")
 
 
 def test_each_variant_has_a_name_and_a_folder_of_its_own(comparison):

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
 @pytest.mark.slow
 def test_every_part_runs(load, tmp_path, capsys):
-    benchmark = load("talking_heads")
+    benchmark = load("benchmarks.speed.talking_heads")
     arguments = ["--tiny", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     benchmark.main(benchmark.parse_args(arguments))
     report = json.loads((tmp_path / "talking_heads_cpu.json").read_text())
@@ -57,7 +57,7 @@ def report_with(forward, training, naive=500.0, memory=40.0):
 
 
 def test_targets_compare_the_blocked_path_with_its_limits(load):
-    targets = load("talking_heads_report").targets
+    targets = load("benchmarks.speed.talking_heads_report").targets
     assert [target["met"] for target in targets(report_with(16.0, 20.0))] == [True] * 6
     slow = targets(report_with(16.1, 20.1, naive=64.0, memory=51.0))
     assert [target["met"] for target in slow] == [False, False, False, False, False, True]
@@ -67,7 +67,7 @@ def test_targets_compare_the_blocked_path_with_its_limits(load):
 def test_layers_compute_multi_head_attention_with_identity_mixes(load):
     import torch
 
-    layers, peers = load("talking_heads_layers"), load("talking_heads_peers")
+    layers, peers = load("benchmarks.speed.talking_heads_layers"), load("benchmarks.speed.talking_heads_peers")
     made = {name: layers.Layer(attend, 4, 8) for name, attend in peers.make_peers("cpu", ["sdpa", "blocked"]).items()}
     made["blocked"].load_state_dict(made["sdpa"].state_dict())
     states = torch.randn(2, 6, 32)

@@ -7,19 +7,19 @@ import pytest
 
 import hf_attn_variants
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def comparison(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("talking_heads_finetuning")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.train.talking_heads_finetuning")
 
 
 def test_variants_are_valid_and_have_folders_of_their_own(comparison):
     configs = [hf_attn_variants.AttnVariantBertConfig(**variant.fields) for variant in comparison.VARIANTS.values()]
     kinds = {(c.talking_heads, c.talking_heads_init, bool(c.talking_heads_dynamic)) for c in configs}
-    slugs = {importlib.import_module("finetuned_variants").slug(name) for name in comparison.VARIANTS}
+    slugs = {importlib.import_module("benchmarks.train.finetuned_variants").slug(name) for name in comparison.VARIANTS}
     assert len(kinds) == len(slugs) == len(comparison.VARIANTS) == 8
 
 

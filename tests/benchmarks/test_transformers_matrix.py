@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def matrix(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("transformers_matrix")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.versions.transformers_matrix")
 
 
 @pytest.mark.slow
 def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_path):
-    worker = importlib.import_module("matrix_worker")
+    worker = importlib.import_module("benchmarks.versions.matrix_worker")
     monkeypatch.setattr(architectures, "ARCHITECTURES", [architectures.T5])
     monkeypatch.setattr(relatives, "RELATIVES", ())
     head = "T5ForConditionalGeneration"
@@ -54,7 +54,7 @@ def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_pat
 
 def test_a_cache_that_is_lost_on_its_way_is_seen(matrix, monkeypatch):
     """As transformers 5.24 lost it in 0.1.0: logits of one pass are right, and so may the tokens be."""
-    worker = importlib.import_module("matrix_worker")
+    worker = importlib.import_module("benchmarks.versions.matrix_worker")
     name = worker._cache_name()
     for row, head in ((architectures.T5, "T5ForConditionalGeneration"), (architectures.BERT, "BertLMHeadModel")):
         model, inputs = row.model(head, "gqa"), row.batch(head)
@@ -128,5 +128,5 @@ def test_the_table_counts_what_is_the_same(matrix):
 
 
 def test_the_document_has_the_table_of_the_results(matrix):
-    results = json.loads((ROOT / "benchmarks/results/transformers_matrix.json").read_text(encoding="utf-8"))
+    results = json.loads((ROOT / "benchmarks/versions/results/transformers_matrix.json").read_text(encoding="utf-8"))
     assert matrix.table(results) in (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")

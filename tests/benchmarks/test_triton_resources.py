@@ -7,12 +7,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton.backends.nvidia")
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_both_kernels_compile_for_hopper_and_fit(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    benchmark = importlib.import_module("triton_resources")
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.triton_resources")
     launches = dict(benchmark.launches(torch.bfloat16, 64, (12, 12, 12), mask="boolean"))
     assert list(launches) == ["forward", "backward"]
     for launch in launches.values():

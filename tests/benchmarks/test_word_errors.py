@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from fixtures.speech import recordings, whisper_checkpoint
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("word_errors")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.convert.word_errors")
 
 
 def test_words_are_counted_without_case_and_punctuation(script):

@@ -68,7 +68,7 @@ NOT_RUN = {
     "make": "makes an environment, or runs for minutes; that the target is there, and what ARGS says, is checked",
     "pip": "installs",
     "python -m pytest": "is a run of other tests; that they are there is checked",
-    "python benchmarks/": "takes minutes to hours",
+    "python -m benchmarks": "takes minutes to hours",
     "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
 }
 # Local folders that a document may name before a command of it has made them; None: any.
@@ -104,7 +104,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
 
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -184,9 +184,9 @@ class Reader:
             # An sdist's setup.cfg is written anew, with a space at the end of such a line.
             assert extras is None or re.search(rf"^{extras[1]} = ?$", (ROOT / "setup.cfg").read_text(), re.M), extras
             return None
-        if words[1] == "-m":
+        if words[1:3] == ["-m", "pytest"]:
             paths = [ROOT / word.removesuffix("...") for word in words[3:] if word.startswith("tests")]
-            assert words[2] == "pytest" and all(path.exists() for path in paths), f"not there: {paths}"
+            assert all(path.exists() for path in paths), f"not there: {paths}"
             return None
         return self.parse(without_launcher(words))
 
@@ -206,6 +206,8 @@ class Reader:
         if words[0] == "attn-variants":
             assert words[1] in cli.COMMANDS, f"attn-variants has no {words[1]}"
             return importlib.import_module(cli.COMMANDS[words[1]][0]), words[2:]
+        if words[:2] == ["python", "-m"]:
+            return importlib.import_module(words[2]), words[3:]
         assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
         if named := re.search(r'run\("([\w-]+)"\)', (ROOT / words[1]).read_text(encoding="utf-8")):
             return importlib.import_module(cli.COMMANDS[named[1]][0]), words[2:]

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/results_gpu.md").read_text(encoding="utf-8")
 REPORTS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
-    for path in (ROOT / "benchmarks/results/gpu").glob("*.json")
+    for path in (ROOT / "benchmarks/gpu/results").glob("*.json")
 }
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""The tables of docs/: each row of these is what the JSON files in benchmarks/results/ say, to the last digit."""
+"""The tables of docs/: each row of these is what the JSON files of benchmarks/ say, to the last digit."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results"
+REPORTS = {path.stem: path for path in (ROOT / "benchmarks").glob("*/results/*.json")}
 DOCUMENTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
 
 TWO_TASKS = ("sst2", "qnli")
@@ -30,7 +30,7 @@ def table(document: str) -> Callable:
 
 
 def load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(REPORTS[name].read_text(encoding="utf-8"))
 
 
 def found(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def spread(values: list[float], form: str) -> str:
 
 @table("results_conversion.md")
 def conversion_quality() -> Rows:
-    quality = importlib.import_module("conversion_quality")
+    quality = importlib.import_module("benchmarks.convert.conversion_quality")
     rows = load("conversion_quality")["rows"]
     lines = [line for line in quality.tables(rows).splitlines() if line.startswith("|") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -271,7 +271,7 @@ def memory_of_a_call() -> Rows:
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results"
+REPORTS = {path.stem: path for path in (ROOT / "benchmarks").glob("*/results/*.json") if path.parts[-3] != "gpu"}
 DOCUMENTS = {path.name: path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 # A GPU's memory is not glibc's: its page is compared with its reports by test_gpu_page.py.
 del DOCUMENTS["results_gpu.md"]
@@ -45,14 +45,13 @@ SHOWN_SECONDS = ("long_inputs", "long_questions", "kernel_conversion", "conversi
 
 @pytest.fixture
 def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
 def read(name):
     """Return a report; nothing of one that was never made."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return json.loads(REPORTS[name].read_text(encoding="utf-8")) if name in REPORTS else {}
 
 
 def has_time(value):
@@ -75,8 +74,8 @@ def says_memory(report, is_of_speed):
 
 
 def test_each_report_of_speed_says_how_memory_was_held(load):
-    is_of_speed = load("speed_claims").is_of_speed
-    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
+    is_of_speed = load("benchmarks.speed_claims").is_of_speed
+    reports = {name: read(name) for name in REPORTS}
     assert not silent(reports, is_of_speed), 'each needs "memory": as kept_memory.run writes it, or "not recorded"'
     both = {"memory": {"glibc": {}, "kept": {}}}
     one = {"memory": {"glibc": {}}, "seconds": 1}
@@ -99,7 +98,7 @@ def sections(text):
 
 def sources(document, heading, text, load):
     """Return the reports of speed that a section draws on: those it links to, its tables', those named above."""
-    of_speed, tables = load("speed_claims").is_of_speed, load("speed_tables").TABLES.values()
+    of_speed, tables = load("benchmarks.speed_claims").is_of_speed, load("benchmarks.speed_tables").TABLES.values()
     linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
     lines = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()}
     for table in tables:
@@ -110,7 +109,7 @@ def sources(document, heading, text, load):
 
 def faults_of(document, text, load, is_recorded):
     """Yield what is wrong with the marks of a document."""
-    marks = (load("kept_memory").MARK, load("kept_memory").SHORT_MARK)
+    marks = (load("benchmarks.kept_memory").MARK, load("benchmarks.kept_memory").SHORT_MARK)
     for heading, part in sections(text):
         names, is_marked = sources(document, heading, part, load), any(mark in part for mark in marks)
         unrecorded = sorted(name for name in names if not is_recorded(read(name)))
@@ -125,12 +124,12 @@ def faults_of(document, text, load, is_recorded):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_was_not_looked_at_is_marked(document, load):
     text = DOCUMENTS[document].read_text(encoding="utf-8")
-    assert not list(faults_of(document, text, load, load("kept_memory").is_recorded))
+    assert not list(faults_of(document, text, load, load("benchmarks.kept_memory").is_recorded))
 
 
 def test_a_missing_mark_a_stale_one_and_a_ratio_from_nowhere_are_found(load):
-    mark = load("kept_memory").MARK
-    link = "[JSON](../benchmarks/results/sliding_window_cpu.json)"
+    mark = load("benchmarks.kept_memory").MARK
+    link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
     found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
     assert found == ["no mark", "a ratio of speed from nowhere"]
@@ -139,7 +138,7 @@ def test_a_missing_mark_a_stale_one_and_a_ratio_from_nowhere_are_found(load):
 
 
 def missing_rows(load, documents):
-    for name, table in load("speed_tables").TABLES.items():
+    for name, table in load("benchmarks.speed_tables").TABLES.items():
         lines = documents[table.document].splitlines()
         there = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines}
         if table.is_there():
@@ -149,14 +148,14 @@ def missing_rows(load, documents):
 def test_the_rows_of_speed_are_in_the_documents(load):
     documents = {name: path.read_text(encoding="utf-8") for name, path in DOCUMENTS.items()}
     assert not list(missing_rows(load, documents))
-    row = " | ".join(load("speed_tables").TABLES["windows"].made()[-1])
+    row = " | ".join(load("benchmarks.speed_tables").TABLES["windows"].made()[-1])
     assert documents["results_long.md"].count(row) == 1
     changed = documents | {"results_long.md": documents["results_long.md"].replace(row, row.replace("x", "y", 1))}
     assert [name for name, _ in missing_rows(load, changed)] == ["windows"]
 
 
 def test_no_report_names_the_machine_or_a_folder():
-    for path in RESULTS.glob("*.json"):
+    for path in REPORTS.values():
         if not path.name.startswith(("triton", "transformers_matrix")):
             assert not re.search(r'"hostname|"node"|/home/|/root/|/tmp/|/work/', path.read_text(encoding="utf-8")), (
                 path

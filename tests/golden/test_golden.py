@@ -1,7 +1,8 @@
 """What an earlier version saved: loaded by today's classes it gives the same, and its trainings end as they did then.
 
-The archives beside this file were made by `benchmarks/golden_artefacts.py`; their manifests say by which code and on
-which machine. Whether repositories load by the code inside them is `benchmarks/transformers_matrix.py`'s question.
+The archives beside this file were made by `benchmarks/versions/golden_artefacts.py`; their manifests say by which
+code and on which machine. Whether repositories load by the code inside them is the question of
+`benchmarks/versions/transformers_matrix.py`.
 """
 
 import json

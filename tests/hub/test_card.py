@@ -17,7 +17,7 @@ from hf_attn_variants.hub import CardOptions, model_card
 from hf_attn_variants.hub.card import _signed, is_untouched, refreshed_card
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN, SOURCE
 
-MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
+BART, MARIAN = (next(row for row in RELATIVES if row.name == name) for name in ("bart", "marian"))
 RESULTS = {
     "eval_accuracy": 0.81254,
     "eval_f1": 0.5,
@@ -180,6 +180,12 @@ def test_a_decoders_card_counts_its_cache(t5_variant):
     assert "bytes for a token of the encoder (float32, all layers) | 512 (multi-head: 1,280)" in text
     assert "AutoModelForSeq2SeqLM" in text and "model.generate" in text
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
+
+
+def test_a_bart_writes_though_it_fills_masks_too(tmp_path):
+    BART.model("BartForConditionalGeneration", "gqa").save_pretrained(tmp_path / "bart")
+    text = str(model_card(tmp_path / "bart", "me/x"))
+    assert "AutoModelForSeq2SeqLM.from_pretrained" in text and "model.generate" in text
 
 
 def test_windows_are_told_and_cited(tmp_path):

@@ -419,7 +419,7 @@ def load_elsewhere(folder, home):
     """Load each repository of a folder by its own code, in a process without this package; return the rows."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/matrix_worker.py"), "load", str(folder)],
+        [sys.executable, str(ROOT / "benchmarks/versions/matrix_worker.py"), "load", str(folder)],
         env=variables | {"HF_HOME": str(home)},
         capture_output=True,
         text=True,

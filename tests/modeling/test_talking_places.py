@@ -311,7 +311,7 @@ for line in sys.stdin:
 
 def test_code_of_0_1_0_refuses_what_it_would_build_otherwise(tmp_path):
     """Nor does it read anything else in what it can read."""
-    with tarfile.open(ROOT / "benchmarks/repositories/0.1.0.tar.xz") as archive:
+    with tarfile.open(ROOT / "benchmarks/versions/repositories/0.1.0.tar.xz") as archive:
         names = [
             name
             for name in archive.getnames()

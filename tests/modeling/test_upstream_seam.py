@@ -1,5 +1,6 @@
 """`modeling/upstream.py` and `host_trial.py`: what is known of transformers, and what stops where that has changed."""
 
+import sys
 import time
 
 import pytest
@@ -9,9 +10,11 @@ from architectures import ARCHITECTURES, token_ids
 from relatives import RELATIVES
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.models.auto import modeling_auto
 
 import hf_attn_variants
 from hf_attn_variants.modeling import host_trial, upstream, upstream_checks
+from hf_attn_variants.modeling.hosts import configuration_attn_variants
 from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
@@ -100,6 +103,27 @@ def test_the_checks_take_a_fraction_of_what_tiny_models_take():
         check()
         took.append(time.perf_counter() - begin)
     assert min(took) < building / 4, (took, building)
+
+
+@EVERY_HOST
+def test_every_model_of_a_host_has_its_auto_class_and_no_other_is_named(host):
+    base = getattr(hf_attn_variants, host.config_class.auto_classes["AutoModel"])
+    models = {name for name in sys.modules[base.__module__].__all__ if not name.endswith("PreTrainedModel")}
+    assert set(host.config_class.auto_classes.values()) == models
+
+
+def test_auto_classes_follow_upstreams_table_as_far_as_a_host_has_the_class(monkeypatch):
+    heads = ("Model", "ForConditionalGeneration")
+    monkeypatch.setitem(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "m2m_100", "M2M100ForConditionalGeneration")
+    monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "m2m_100", "M2M100ForCausalLM")
+    assert configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads) == {
+        "AutoModel": "AttnVariantM2M100Model",
+        "AutoModelForMaskedLM": "AttnVariantM2M100ForConditionalGeneration",
+        "AutoModelForSeq2SeqLM": "AttnVariantM2M100ForConditionalGeneration",
+    }
+    monkeypatch.delitem(modeling_auto.MODEL_MAPPING_NAMES, "m2m_100")
+    with pytest.raises(UpstreamChanged, match="`AutoModel` has no class for m2m_100"):
+        configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads)
 
 
 @EVERY_HOST

@@ -9,7 +9,7 @@ from transformers import AutoModelForTokenClassification
 from hf_attn_variants.commands.ner import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.ner.data import load_sentences, read_conll
-from hf_attn_variants.training.ner.task import EntityScores
+from hf_attn_variants.training.ner.task import score_entities
 
 NAMES, PLACES, VERBS = ("Ann", "Bob", "Tom Lee"), ("Rome", "New York"), ("visits", "likes", "left")
 
@@ -77,12 +77,9 @@ def test_words_that_are_cut_off_are_tagged_o(run):
 
 def test_entities_are_scored_whole():
     references = [["B-PER", "I-PER", "O", "B-LOC"]]
-    found = EntityScores(keep_in_memory=True).compute(
-        predictions=[["B-PER", "O", "O", "B-LOC"]], references=references
-    )
+    found = score_entities([["B-PER", "O", "O", "B-LOC"]], references)
     assert found == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
-    nothing = EntityScores(keep_in_memory=True).compute(predictions=[["O"] * 4], references=references)
-    assert nothing["f1"] == 0.0
+    assert score_entities([["O"] * 4], references)["f1"] == 0.0
 
 
 def test_a_dataset_gives_the_same_sentences(tmp_path):

@@ -1,9 +1,13 @@
-"""Metrics of texts against sacrebleu called directly and values worked out by hand."""
+"""Metrics of texts against sacrebleu called directly and values worked out by hand; metrics of `evaluate`."""
+
+import textwrap
 
 import pytest
 import sacrebleu
 
-from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts
+from hf_attn_variants.commands.seq2seq import parse_args
+from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts, text_metric
 from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
@@ -53,6 +57,96 @@ def test_unknown_and_missing_metrics_are_named(monkeypatch):
     monkeypatch.setitem(METRIC_PACKAGES, "other", "no_such_package")
     with pytest.raises(ValueError, match="--metrics other needs no_such_package: `pip install no-such-package`"):
         check_text_metrics(["other"])
+
+
+METRIC = textwrap.dedent(
+    """
+    import datasets
+    import evaluate
+
+    class Lengths(evaluate.Metric):
+        def _info(self):
+            text = datasets.Value("{kind}")
+            features = datasets.Features({{"predictions": text, "references": {references}}})
+            return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+        def _compute(self, predictions, references):
+            return {values}
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where `evaluate` keeps its copies: one folder, for Python finds the modules in it by the first."""
+    import evaluate
+
+    folder = tmp_path_factory.mktemp("evaluate")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_MODULES_CACHE", "HF_EVALUATE_CACHE", "DOWNLOADED_EVALUATE_PATH"):
+            patch.setattr(evaluate.config, name, str(folder / name))
+        yield folder
+
+
+@pytest.fixture
+def script(tmp_path, cache):
+    def write(name, values, references="text", kind="string"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(METRIC.format(values=values, references=references, kind=kind))
+        return str(path)
+
+    return write
+
+
+def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path):
+    one = script("one_reference", '{"letters": sum(map(len, predictions)), "each": [1], "right": references[0]}')
+    found = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
+    assert found == {"accuracy": 0.5, "letters": 3.0}
+    with pytest.raises(ValueError, match="takes one reference a text"):
+        score_texts([one], ["ab"], [("ab", "d")])
+    several = script("several", '{"most": float(max(map(len, references)))}', "datasets.List(text)")
+    assert score_texts([several], ["ab", "c"], [("ab", "x"), ("d",)]) == {"most": 2.0}
+    files = []
+    for side in ("source", "target", "validation_source", "validation_target"):
+        (tmp_path / side).write_text("a text\n")
+        files += [f"--{side}_file", str(tmp_path / side)]
+    data = load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", one, "bleu"]))
+    assert data.metric_names == ("letters", "bleu") and data.main_metric == "letters"
+    assert data.score(["ab"], [("ab",)])["letters"] == 2.0
+    twice = script("twice", '{"bleu": 1.0}')
+    with pytest.raises(ValueError, match="two values would be called 'bleu'"):
+        load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", "bleu", twice]))
+
+
+@pytest.mark.parametrize(
+    "name, values, kind, message",
+    [
+        ("of_labels", '{"right": 1.0}', "int32", "cannot score texts against references"),
+        ("broken", '{"right": 1 / 0}', "string", "ZeroDivisionError: division by zero"),
+        ("texts", '{"right": "yes"}', "string", "makes no number"),
+    ],
+)
+def test_a_metric_that_cannot_score_texts_is_refused_at_once(script, name, values, kind, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        text_metric(script(name, values, kind=kind))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, monkeypatch):
+    import evaluate
+    from hub.local_hub import LocalHub
+
+    with pytest.raises(ValueError, match="runs code of the Hub: look at it, then add --trust_remote_code"):
+        check_text_metrics(["me/letters"])
+    with pytest.raises(ValueError, match="no such file or folder"):
+        check_text_metrics(["./letters"])
+    with LocalHub() as hub:
+        monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", hub.url + "/{path}/resolve/{revision}/{name}")
+        code = METRIC.format(values='{"letters": sum(map(len, predictions))}', references="text", kind="string")
+        hub.create("me/letters", files={"letters.py": code.encode()})
+        assert score_texts(["me/letters"], ["ab"], [("x",)], trust_remote_code=True) == {"letters": 2.0}
+        with pytest.raises(ValueError, match="--metrics me/nothing cannot score texts"):
+            score_texts(["me/nothing"], ["ab"], [("x",)], trust_remote_code=True)
 
 
 @pytest.mark.parametrize("references", [[("a",)], [("a",), ()]])

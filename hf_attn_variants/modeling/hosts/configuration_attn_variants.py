@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin
-from ..upstream import known_imports
+from ..upstream import auto_class_names, known_imports
 
 with known_imports():
     from transformers import (
@@ -42,6 +42,39 @@ __all__ = [
 ]
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", "sinusoidal")
+# What the names of an architecture's models end in.
+ENCODER_HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+T5_HEADS = (
+    "Model",
+    "EncoderModel",
+    "ForConditionalGeneration",
+    "ForQuestionAnswering",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+BART_HEADS = ("Model", "ForCausalLM", "ForConditionalGeneration", "ForQuestionAnswering", "ForSequenceClassification")
+BERT_HEADS = (*ENCODER_HEADS, "ForNextSentencePrediction", "ForPreTraining", "LMHeadModel")
+WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForConditionalGeneration")
+
+
+def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
+    """Return the model here for each Auto class that upstream has one of this architecture for.
+
+    Args:
+        model_type: upstream's.
+        name: what the names of upstream's models begin with.
+        heads: what those of the models in the architecture's modeling file end in. A later release may have others,
+            of which there is no variant.
+    """
+    here = {f"{name}{head}" for head in heads}
+    return {auto: f"AttnVariant{model}" for auto, model in auto_class_names(model_type).items() if model in here}
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
@@ -51,18 +84,7 @@ class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
     upstream_model_types = ("bert",)
     modeling_file = "modeling_attn_variant_bert"
     position_types = LEARNED_OR_SINUSOIDAL
-    auto_classes = {
-        "AutoModel": "AttnVariantBertModel",
-        "AutoModelForCausalLM": "AttnVariantBertLMHeadModel",
-        "AutoModelForMaskedLM": "AttnVariantBertForMaskedLM",
-        "AutoModelForMultipleChoice": "AttnVariantBertForMultipleChoice",
-        "AutoModelForNextSentencePrediction": "AttnVariantBertForNextSentencePrediction",
-        "AutoModelForPreTraining": "AttnVariantBertForPreTraining",
-        "AutoModelForQuestionAnswering": "AttnVariantBertForQuestionAnswering",
-        "AutoModelForSequenceClassification": "AttnVariantBertForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantBertModel",
-        "AutoModelForTokenClassification": "AttnVariantBertForTokenClassification",
-    }
+    auto_classes = _auto_classes("bert", "Bert", BERT_HEADS)
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
@@ -74,16 +96,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
-    auto_classes = {
-        "AutoModel": "AttnVariantAlbertModel",
-        "AutoModelForMaskedLM": "AttnVariantAlbertForMaskedLM",
-        "AutoModelForMultipleChoice": "AttnVariantAlbertForMultipleChoice",
-        "AutoModelForPreTraining": "AttnVariantAlbertForPreTraining",
-        "AutoModelForQuestionAnswering": "AttnVariantAlbertForQuestionAnswering",
-        "AutoModelForSequenceClassification": "AttnVariantAlbertForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantAlbertModel",
-        "AutoModelForTokenClassification": "AttnVariantAlbertForTokenClassification",
-    }
+    auto_classes = _auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
         """Return how many layers have a value of their own: those of a group are shared by the whole group."""
@@ -98,17 +111,7 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
     modeling_file = "modeling_attn_variant_roberta"
     position_types = LEARNED_OR_SINUSOIDAL
     positions_after_padding = True
-    auto_classes = {
-        "AutoModel": "AttnVariantRobertaModel",
-        "AutoModelForCausalLM": "AttnVariantRobertaForCausalLM",
-        "AutoModelForMaskedLM": "AttnVariantRobertaForMaskedLM",
-        "AutoModelForMultipleChoice": "AttnVariantRobertaForMultipleChoice",
-        "AutoModelForPreTraining": "AttnVariantRobertaForMaskedLM",
-        "AutoModelForQuestionAnswering": "AttnVariantRobertaForQuestionAnswering",
-        "AutoModelForSequenceClassification": "AttnVariantRobertaForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantRobertaModel",
-        "AutoModelForTokenClassification": "AttnVariantRobertaForTokenClassification",
-    }
+    auto_classes = _auto_classes("roberta", "Roberta", (*ENCODER_HEADS, "ForCausalLM"))
 
 
 class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
@@ -119,17 +122,7 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
     modeling_file = "modeling_attn_variant_electra"
     position_types = LEARNED_OR_SINUSOIDAL
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
-    auto_classes = {
-        "AutoModel": "AttnVariantElectraModel",
-        "AutoModelForCausalLM": "AttnVariantElectraForCausalLM",
-        "AutoModelForMaskedLM": "AttnVariantElectraForMaskedLM",
-        "AutoModelForMultipleChoice": "AttnVariantElectraForMultipleChoice",
-        "AutoModelForPreTraining": "AttnVariantElectraForPreTraining",
-        "AutoModelForQuestionAnswering": "AttnVariantElectraForQuestionAnswering",
-        "AutoModelForSequenceClassification": "AttnVariantElectraForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantElectraModel",
-        "AutoModelForTokenClassification": "AttnVariantElectraForTokenClassification",
-    }
+    auto_classes = _auto_classes("electra", "Electra", (*ENCODER_HEADS, "ForCausalLM", "ForPreTraining"))
 
 
 class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
@@ -141,16 +134,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("n_layers",)
     size_fields = ("vocab_size", "dim", "hidden_dim")
-    auto_classes = {
-        "AutoModel": "AttnVariantDistilBertModel",
-        "AutoModelForMaskedLM": "AttnVariantDistilBertForMaskedLM",
-        "AutoModelForMultipleChoice": "AttnVariantDistilBertForMultipleChoice",
-        "AutoModelForPreTraining": "AttnVariantDistilBertForMaskedLM",
-        "AutoModelForQuestionAnswering": "AttnVariantDistilBertForQuestionAnswering",
-        "AutoModelForSequenceClassification": "AttnVariantDistilBertForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantDistilBertModel",
-        "AutoModelForTokenClassification": "AttnVariantDistilBertForTokenClassification",
-    }
+    auto_classes = _auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
 
     def check_variant(self) -> None:
         """Check the variant fields as all configurations do; upstream's own sinusoids are a table to begin with."""
@@ -192,15 +176,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
     makes_summaries = True
-    auto_classes = {
-        "AutoModel": "AttnVariantT5Model",
-        "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
-        "AutoModelForQuestionAnswering": "AttnVariantT5ForQuestionAnswering",
-        "AutoModelForSeq2SeqLM": "AttnVariantT5ForConditionalGeneration",
-        "AutoModelForSequenceClassification": "AttnVariantT5ForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantT5EncoderModel",
-        "AutoModelForTokenClassification": "AttnVariantT5ForTokenClassification",
-    }
+    auto_classes = _auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
         """Check the variant fields as all configurations do; layers that share a position bias have equal heads."""
@@ -232,14 +208,7 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     model_type = "attn_variant_umt5"
     upstream_model_types = ("umt5",)
     modeling_file = "modeling_attn_variant_umt5"
-    auto_classes = {
-        "AutoModel": "AttnVariantUMT5Model",
-        "AutoModelForQuestionAnswering": "AttnVariantUMT5ForQuestionAnswering",
-        "AutoModelForSeq2SeqLM": "AttnVariantUMT5ForConditionalGeneration",
-        "AutoModelForSequenceClassification": "AttnVariantUMT5ForSequenceClassification",
-        "AutoModelForTextEncoding": "AttnVariantUMT5EncoderModel",
-        "AutoModelForTokenClassification": "AttnVariantUMT5ForTokenClassification",
-    }
+    auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
         # As upstream from 5.24 on, whatever is installed: a checkpoint's untied head means unscaled outputs, though
@@ -275,14 +244,7 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
     model_type = "attn_variant_bart"
     upstream_model_types = ("bart",)
     modeling_file = "modeling_attn_variant_bart"
-    auto_classes = {
-        "AutoModel": "AttnVariantBartModel",
-        "AutoModelForCausalLM": "AttnVariantBartForCausalLM",
-        "AutoModelForPreTraining": "AttnVariantBartForConditionalGeneration",
-        "AutoModelForQuestionAnswering": "AttnVariantBartForQuestionAnswering",
-        "AutoModelForSeq2SeqLM": "AttnVariantBartForConditionalGeneration",
-        "AutoModelForSequenceClassification": "AttnVariantBartForSequenceClassification",
-    }
+    auto_classes = _auto_classes("bart", "Bart", BART_HEADS)
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
@@ -291,14 +253,7 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
     model_type = "attn_variant_mbart"
     upstream_model_types = ("mbart",)
     modeling_file = "modeling_attn_variant_mbart"
-    auto_classes = {
-        "AutoModel": "AttnVariantMBartModel",
-        "AutoModelForCausalLM": "AttnVariantMBartForCausalLM",
-        "AutoModelForPreTraining": "AttnVariantMBartForConditionalGeneration",
-        "AutoModelForQuestionAnswering": "AttnVariantMBartForQuestionAnswering",
-        "AutoModelForSeq2SeqLM": "AttnVariantMBartForConditionalGeneration",
-        "AutoModelForSequenceClassification": "AttnVariantMBartForSequenceClassification",
-    }
+    auto_classes = _auto_classes("mbart", "MBart", BART_HEADS)
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
@@ -307,11 +262,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
     model_type = "attn_variant_marian"
     upstream_model_types = ("marian",)
     modeling_file = "modeling_attn_variant_marian"
-    auto_classes = {
-        "AutoModel": "AttnVariantMarianModel",
-        "AutoModelForCausalLM": "AttnVariantMarianForCausalLM",
-        "AutoModelForSeq2SeqLM": "AttnVariantMarianMTModel",
-    }
+    auto_classes = _auto_classes("marian", "Marian", ("Model", "ForCausalLM", "MTModel"))
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
@@ -320,10 +271,7 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
     model_type = "attn_variant_m2m_100"
     upstream_model_types = ("m2m_100",)
     modeling_file = "modeling_attn_variant_m2m_100"
-    auto_classes = {
-        "AutoModel": "AttnVariantM2M100Model",
-        "AutoModelForSeq2SeqLM": "AttnVariantM2M100ForConditionalGeneration",
-    }
+    auto_classes = _auto_classes("m2m_100", "M2M100", ("Model", "ForConditionalGeneration"))
 
 
 class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
@@ -332,11 +280,7 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
     model_type = "attn_variant_pegasus"
     upstream_model_types = ("pegasus",)
     modeling_file = "modeling_attn_variant_pegasus"
-    auto_classes = {
-        "AutoModel": "AttnVariantPegasusModel",
-        "AutoModelForCausalLM": "AttnVariantPegasusForCausalLM",
-        "AutoModelForSeq2SeqLM": "AttnVariantPegasusForConditionalGeneration",
-    }
+    auto_classes = _auto_classes("pegasus", "Pegasus", ("Model", "ForCausalLM", "ForConditionalGeneration"))
 
 
 class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
@@ -348,12 +292,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
     # Upstream has the key/value heads be a name of the encoder's heads; here they are a field.
     attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
-    auto_classes = {
-        "AutoModel": "AttnVariantWhisperModel",
-        "AutoModelForAudioClassification": "AttnVariantWhisperForAudioClassification",
-        "AutoModelForCausalLM": "AttnVariantWhisperForCausalLM",
-        "AutoModelForSpeechSeq2Seq": "AttnVariantWhisperForConditionalGeneration",
-    }
+    auto_classes = _auto_classes("whisper", "Whisper", WHISPER_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

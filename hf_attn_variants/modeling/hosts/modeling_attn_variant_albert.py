@@ -7,7 +7,7 @@ from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .configuration_attn_variants import AttnVariantAlbertConfig
 
 with known_imports():
@@ -101,12 +101,7 @@ class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
     """`AlbertModel` with variant attention."""
 
 
-AttnVariantAlbertPreTrainedModel.variant_classes = {
-    AlbertModel: AttnVariantAlbertModel,
-    AlbertEmbeddings: AttnVariantAlbertEmbeddings,
-    AlbertLayer: AttnVariantAlbertLayer,
-    AlbertAttention: AttnVariantAlbertAttention,
-}
+AttnVariantAlbertPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):

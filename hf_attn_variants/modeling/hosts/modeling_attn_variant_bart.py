@@ -2,7 +2,7 @@
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantBartConfig
 
@@ -59,13 +59,7 @@ class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderW
     """What `BartForCausalLM` holds its decoder in."""
 
 
-AttnVariantBartPreTrainedModel.variant_classes = {
-    BartModel: AttnVariantBartModel,
-    BartEncoder: AttnVariantBartEncoder,
-    BartDecoder: AttnVariantBartDecoder,
-    BartDecoderWrapper: AttnVariantBartDecoderWrapper,
-    BartAttention: AttnVariantBartAttention,
-}
+AttnVariantBartPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantBartForConditionalGeneration(

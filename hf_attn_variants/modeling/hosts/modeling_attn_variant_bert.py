@@ -2,7 +2,7 @@
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
 
@@ -59,12 +59,7 @@ class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):
     """`BertModel` with variant attention."""
 
 
-AttnVariantBertPreTrainedModel.variant_classes = {
-    BertModel: AttnVariantBertModel,
-    BertEmbeddings: AttnVariantBertEmbeddings,
-    BertSelfAttention: AttnVariantBertSelfAttention,
-    BertCrossAttention: AttnVariantBertCrossAttention,
-}
+AttnVariantBertPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantBertForPreTraining(AttnVariantBertPreTrainedModel, BertForPreTraining):

@@ -2,7 +2,7 @@
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantElectraConfig
 
@@ -61,12 +61,7 @@ class AttnVariantElectraModel(AttnVariantElectraPreTrainedModel, ElectraModel):
     """`ElectraModel` with variant attention."""
 
 
-AttnVariantElectraPreTrainedModel.variant_classes = {
-    ElectraModel: AttnVariantElectraModel,
-    ElectraEmbeddings: AttnVariantElectraEmbeddings,
-    ElectraSelfAttention: AttnVariantElectraSelfAttention,
-    ElectraCrossAttention: AttnVariantElectraCrossAttention,
-}
+AttnVariantElectraPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantElectraForPreTraining(AttnVariantElectraPreTrainedModel, ElectraForPreTraining):

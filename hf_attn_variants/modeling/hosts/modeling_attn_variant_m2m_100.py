@@ -2,7 +2,7 @@
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantM2M100Config
 
@@ -48,12 +48,7 @@ class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):
     """`M2M100Model` with variant attention."""
 
 
-AttnVariantM2M100PreTrainedModel.variant_classes = {
-    M2M100Model: AttnVariantM2M100Model,
-    M2M100Encoder: AttnVariantM2M100Encoder,
-    M2M100Decoder: AttnVariantM2M100Decoder,
-    M2M100Attention: AttnVariantM2M100Attention,
-}
+AttnVariantM2M100PreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantM2M100ForConditionalGeneration(

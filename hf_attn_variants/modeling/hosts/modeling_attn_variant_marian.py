@@ -2,7 +2,7 @@
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMarianConfig
 
@@ -60,13 +60,7 @@ class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDe
     """What `MarianForCausalLM` holds its decoder in."""
 
 
-AttnVariantMarianPreTrainedModel.variant_classes = {
-    MarianModel: AttnVariantMarianModel,
-    MarianEncoder: AttnVariantMarianEncoder,
-    MarianDecoder: AttnVariantMarianDecoder,
-    MarianDecoderWrapper: AttnVariantMarianDecoderWrapper,
-    MarianAttention: AttnVariantMarianAttention,
-}
+AttnVariantMarianPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedModel, MarianMTModel):

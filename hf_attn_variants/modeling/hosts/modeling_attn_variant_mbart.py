@@ -2,7 +2,7 @@
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMBartConfig
 
@@ -64,13 +64,7 @@ class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecod
     """What `MBartForCausalLM` holds its decoder in."""
 
 
-AttnVariantMBartPreTrainedModel.variant_classes = {
-    MBartModel: AttnVariantMBartModel,
-    MBartEncoder: AttnVariantMBartEncoder,
-    MBartDecoder: AttnVariantMBartDecoder,
-    MBartDecoderWrapper: AttnVariantMBartDecoderWrapper,
-    MBartAttention: AttnVariantMBartAttention,
-}
+AttnVariantMBartPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantMBartForConditionalGeneration(

@@ -2,7 +2,7 @@
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantPegasusConfig
 
@@ -60,13 +60,7 @@ class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, Pegasu
     """What `PegasusForCausalLM` holds its decoder in."""
 
 
-AttnVariantPegasusPreTrainedModel.variant_classes = {
-    PegasusModel: AttnVariantPegasusModel,
-    PegasusEncoder: AttnVariantPegasusEncoder,
-    PegasusDecoder: AttnVariantPegasusDecoder,
-    PegasusDecoderWrapper: AttnVariantPegasusDecoderWrapper,
-    PegasusAttention: AttnVariantPegasusAttention,
-}
+AttnVariantPegasusPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantPegasusForConditionalGeneration(

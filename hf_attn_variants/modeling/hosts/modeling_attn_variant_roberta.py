@@ -2,7 +2,7 @@
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantRobertaConfig
 
@@ -59,12 +59,7 @@ class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
     """`RobertaModel` with variant attention."""
 
 
-AttnVariantRobertaPreTrainedModel.variant_classes = {
-    RobertaModel: AttnVariantRobertaModel,
-    RobertaEmbeddings: AttnVariantRobertaEmbeddings,
-    RobertaSelfAttention: AttnVariantRobertaSelfAttention,
-    RobertaCrossAttention: AttnVariantRobertaCrossAttention,
-}
+AttnVariantRobertaPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantRobertaForMaskedLM(AttnVariantRobertaPreTrainedModel, RobertaForMaskedLM):

@@ -7,7 +7,7 @@ import torch
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import AddsSinusoids
-from ..upstream import known_imports
+from ..upstream import known_imports, variants_of
 from .configuration_attn_variants import AttnVariantT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
@@ -77,12 +77,7 @@ class AttnVariantT5EncoderModel(AttnVariantT5PreTrainedModel, T5EncoderModel):
     """`T5EncoderModel` with variant attention."""
 
 
-AttnVariantT5PreTrainedModel.variant_classes = {
-    T5Model: AttnVariantT5Model,
-    T5EncoderModel: AttnVariantT5EncoderModel,
-    T5Stack: AttnVariantT5Stack,
-    T5Attention: AttnVariantT5Attention,
-}
+AttnVariantT5PreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantT5ForConditionalGeneration(

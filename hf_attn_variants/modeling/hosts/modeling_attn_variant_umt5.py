@@ -8,7 +8,7 @@ from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLaten
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import AddsSinusoids
 from ..ops.variant_attention import AttentionHeads
-from ..upstream import check_attributes, known_imports
+from ..upstream import check_attributes, known_imports, variants_of
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
@@ -78,12 +78,7 @@ class AttnVariantUMT5EncoderModel(AttnVariantUMT5PreTrainedModel, UMT5EncoderMod
     """`UMT5EncoderModel` with variant attention."""
 
 
-AttnVariantUMT5PreTrainedModel.variant_classes = {
-    UMT5Model: AttnVariantUMT5Model,
-    UMT5EncoderModel: AttnVariantUMT5EncoderModel,
-    UMT5Stack: AttnVariantUMT5Stack,
-    UMT5Attention: AttnVariantUMT5Attention,
-}
+AttnVariantUMT5PreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantUMT5ForConditionalGeneration(

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import Arguments, known_imports
+from ..upstream import Arguments, known_imports, variants_of
 from ..upstream_checks import check_attention_function
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
@@ -87,13 +87,7 @@ class AttnVariantWhisperDecoderWrapper(AttnVariantWhisperPreTrainedModel, Whispe
     """What `WhisperForCausalLM` holds its decoder in."""
 
 
-AttnVariantWhisperPreTrainedModel.variant_classes = {
-    WhisperModel: AttnVariantWhisperModel,
-    WhisperEncoder: AttnVariantWhisperEncoder,
-    WhisperDecoder: AttnVariantWhisperDecoder,
-    WhisperDecoderWrapper: AttnVariantWhisperDecoderWrapper,
-    WhisperAttention: AttnVariantWhisperAttention,
-}
+AttnVariantWhisperPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantWhisperForConditionalGeneration(

@@ -224,7 +224,7 @@ def _backward_settings(call: _TritonCall) -> dict:
 
 def _spills(call: _TritonCall) -> bool:
     # Exact float32 mixes of 64 heads unroll into more than a thread's registers: up to 7 KB of stack at four warps
-    # (benchmarks/triton_resources.py). Smaller blocks and eight warps hold them.
+    # (benchmarks/speed/triton_resources.py). Smaller blocks and eight warps hold them.
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 

@@ -24,7 +24,7 @@ __all__ = ["BlockWindows", "as_full_attention", "block_rows", "fills_blocks", "r
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 # Queries of a block, where the window is as wide: with fewer, more of what is computed lies inside of the windows;
-# with more, matrix products are faster (benchmarks/sliding_window.py --rows).
+# with more, matrix products are faster (benchmarks/long/sliding_window.py --rows).
 WINDOW_ROWS = (512, 256, 128, 64, 32)
 MOST_ROWS = {"cpu": 64, "default": 512}
 # Tokens from which on a mask of all of them by all is worth a warning.

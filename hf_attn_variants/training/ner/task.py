@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import datasets
-import evaluate
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -20,23 +18,20 @@ from ..engine.tokenizers import check_max_length, encode_words, fit_token_types,
 from .data import Sentence, load_sentences
 from .settings import METRICS, NerSettings
 
-__all__ = ["NerFineTuning"]
+__all__ = ["NerFineTuning", "score_entities"]
 
 
-class EntityScores(evaluate.Metric):
-    """Precision, recall and F1 of whole entities, and the accuracy of tags, by seqeval."""
+def score_entities(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
+    """Return precision, recall and F1 of whole entities, and the accuracy of tags, by seqeval: all from 0 to 1.
 
-    def _info(self) -> evaluate.MetricInfo:
-        tags = datasets.List(datasets.Value("string"))
-        features = datasets.Features({"predictions": tags, "references": tags})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+    Args:
+        predictions, references: the tags of each sentence, as many of both.
+    """
+    from seqeval import metrics
 
-    def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        from seqeval import metrics
-
-        found = {name: getattr(metrics, f"{name}_score") for name in METRICS}
-        none = {name: {"zero_division": 0} for name in ("precision", "recall", "f1")}
-        return {name: float(score(references, predictions, **none.get(name, {}))) for name, score in found.items()}
+    found = {name: getattr(metrics, f"{name}_score") for name in METRICS}
+    none = {name: {"zero_division": 0} for name in ("precision", "recall", "f1")}
+    return {name: float(score(references, predictions, **none.get(name, {}))) for name, score in found.items()}
 
 
 class NerFineTuning(FineTuningTask[NerSettings, Scores]):
@@ -93,8 +88,7 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
     def _score(self) -> dict[str, float]:
         self.dev_tags, loss = self._tag("validation")
         references = [tags for _, tags in self.splits["validation"]]
-        scores = EntityScores(keep_in_memory=True).compute(predictions=self.dev_tags, references=references)
-        return {**scores, "loss": loss}
+        return {**score_entities(self.dev_tags, references), "loss": loss}
 
     def _tag(self, split: str) -> tuple[list[list[str]], float]:
         """Return the tags of each sentence, "O" for words that were cut off, and the mean loss of a word."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
 from ..engine.hub_datasets import load_splits
 from ..engine.tokenizers import check_max_length
-from .metrics import TEXT_METRICS, score_texts
+from .metrics import score_texts, text_metric
 from .settings import Seq2SeqSettings
 
 __all__ = [
@@ -80,6 +81,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: if a file or the Hub's dataset cannot be read.
         ValueError: if it holds something else, has no row, or lacks a column.
     """
+    metrics, names = _metrics(settings)  # first: others' code may fail
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
         if name == "train" and settings.only_evaluates:
@@ -91,12 +93,23 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             splits[name] = Seq2SeqSplit(name, sources, references)
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
         logger.warning("test: its first row has no text in column %r: it is not scored", settings.target_column)
+    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code)
+    return Seq2SeqData(splits, score, names, names[0])
+
+
+def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics, and what their values are called.
+
+    Raises:
+        ValueError: if one cannot be computed, or two values have one name.
+    """
     given: Any = settings.metrics  # which have a default by now
     metrics: tuple[str, ...] = tuple(given)
-    names = tuple(value for name in metrics for value in TEXT_METRICS[name].names)
-    return Seq2SeqData(
-        splits, lambda predictions, references: score_texts(metrics, predictions, references), names, names[0]
-    )
+    names = tuple(value for name in metrics for value in text_metric(name).names)
+    for name in ("loss", *names):
+        if ("loss", *names).count(name) > 1:
+            raise ValueError(f"--metrics {' '.join(metrics)}: two values would be called {name!r}; give one of them")
+    return metrics, names
 
 
 def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple[str, ...]] | None:

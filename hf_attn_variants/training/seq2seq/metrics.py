@@ -1,17 +1,22 @@
-"""Metrics of generated text against its references, none of which needs the network."""
+"""Metrics of generated text against its references: those here, none of which needs the network, and `evaluate`'s."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
+from numbers import Real
+from pathlib import Path
 
 from .settings import check_text_metrics
 
-__all__ = ["TEXT_METRICS", "TextMetric", "score_texts"]
+__all__ = ["TEXT_METRICS", "TextMetric", "score_texts", "text_metric"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+# What a metric of others' is tried on.
+TRIAL = ("A dog runs.", "Two cats sleep in the sun.")
 
 # One or more right texts of each prediction.
 References = Sequence[Sequence[str]]
@@ -65,20 +70,64 @@ TEXT_METRICS: dict[str, TextMetric] = {
 }
 
 
-def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
+def text_metric(name: str) -> TextMetric:
+    """Return a metric by its name, or one of `evaluate` by its script or repository, whose code is run.
+
+    Raises:
+        ValueError: if `evaluate` cannot load it, or it makes no number of texts.
+    """
+    return TEXT_METRICS.get(name) or _loaded(name)
+
+
+@cache
+def _loaded(name: str) -> TextMetric:
+    """Load a metric of `evaluate`, and try it on two texts: that says what its numbers are called."""
+    import evaluate
+    from datasets import Value
+
+    def score(predictions: Sequence[str], references: References) -> dict[str, float]:
+        if takes_one and any(len(row) > 1 for row in references):
+            raise ValueError(f"--metrics {name} takes one reference a text, and there are rows with more")
+        rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
+        found = metric.compute(predictions=list(predictions), references=rows)
+        return {key: float(value) for key, value in found.items() if isinstance(value, Real)}
+
+    path = Path(name).expanduser()
+    try:
+        metric = evaluate.load(str(path) if path.exists() else name, keep_in_memory=True)
+        formats = metric.features if isinstance(metric.features, list) else [metric.features]
+        takes_one = all(isinstance(each["references"], Value) for each in formats)
+        names = tuple(score(TRIAL, [(text,) for text in TRIAL]))
+    except Exception as error:  # of others' code
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"--metrics {name} cannot score texts against references ({reason})") from error
+    if not names:
+        raise ValueError(f"--metrics {name} makes no number of texts and references")
+    return TextMetric(names, score)
+
+
+def score_texts(
+    names: Sequence[str], predictions: Sequence[str], references: References, trust_remote_code: bool = False
+) -> dict[str, float]:
     """Compute metrics by name, of one text a row and the texts that are right for it.
 
     To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
 
+    Args:
+        names: as `check_text_metrics` takes them.
+        predictions: a text a row.
+        references: a row's right texts, one or more.
+        trust_remote_code: whether code of the Hub may be run.
+
     Raises:
         ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.
     """
-    check_text_metrics(names)
+    check_text_metrics(names, trust_remote_code)
     if not predictions or len(predictions) != len(references) or not all(references):
         raise ValueError(
             f"metrics need texts and as many rows of references, got {len(predictions)} and {len(references)}"
         )
     values: dict[str, float] = {}
     for name in names:
-        values |= TEXT_METRICS[name].score(predictions, references)
+        values |= text_metric(name).score(predictions, references)
     return values

@@ -1,8 +1,10 @@
 """The settings of training on text to text."""
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from ...glue_tasks import TASKS
@@ -21,23 +23,39 @@ METRIC_PACKAGES: dict[str, str | None] = {
     "rouge": "rouge_score",
     "accuracy": None,
 }
+# Of `evaluate`: a script's path however it is written, and a repository of the Hub.
+LOCAL_METRIC = re.compile(r"[./~]|.*\.py$")
+HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
 SPLITS = ("train", "validation", "test")
 # What the flags of a split's parallel text begin with.
 PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
 
 
-def check_text_metrics(names: Sequence[str]) -> None:
+def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) -> None:
     """Check that the metrics exist and that what computes them is installed.
 
+    Args:
+        names: of `METRIC_PACKAGES`, or `evaluate` metrics: a script's path, or a repository of the Hub.
+        trust_remote_code: whether the code of a repository may be run.
+
     Raises:
-        ValueError: if one does not, or is not.
+        ValueError: if one does not, is not, or may not be run.
     """
     for name in names:
-        if name not in METRIC_PACKAGES:
-            raise ValueError(f"unknown metric {name!r}: choose from {', '.join(METRIC_PACKAGES)}")
-        package = METRIC_PACKAGES[name]
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--metrics {name} needs {package}: `pip install {package.replace('_', '-')}`")
+        if name in METRIC_PACKAGES:
+            package = METRIC_PACKAGES[name]
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise ValueError(f"--metrics {name} needs {package}: `pip install {package.replace('_', '-')}`")
+        elif (script := Path(name).expanduser()).exists() or LOCAL_METRIC.match(name):
+            if not script.exists():
+                raise ValueError(f"--metrics {name}: there is no such file or folder")
+        elif not HUB_METRIC.fullmatch(name):
+            raise ValueError(
+                f"unknown metric {name!r}: choose from {', '.join(METRIC_PACKAGES)}, or name an `evaluate` metric by "
+                "its script (./my_metric.py) or its repository on the Hub (evaluate-metric/meteor)"
+            )
+        elif not trust_remote_code:
+            raise ValueError(f"--metrics {name} runs code of the Hub: look at it, then add --trust_remote_code")
 
 
 def _side(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
@@ -65,7 +83,10 @@ class DecodingSettings(Settings):
         "No N tokens twice in a text (summaries).", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
     )
     metrics: tuple[str, ...] | None = option(
-        f"Of {', '.join(METRIC_PACKAGES)} (default: bleu; with --task_name the task's own).", None, metavar="NAME"
+        f"Of {', '.join(METRIC_PACKAGES)}; or an `evaluate` metric by its script (./my_metric.py) or its repository "
+        "on the Hub (evaluate-metric/meteor) (default: bleu; with --task_name the task's own).",
+        None,
+        metavar="NAME",
     )
     eval_loss_only: bool = option("Decode only at the end; evaluate the loss while training.", False)
     skip_predict: bool = option("Do not predict the test split.", False)
@@ -120,7 +141,7 @@ class Seq2SeqSettings(
         super().__post_init__()
         if given is not None and self.task_name is not None:
             raise ValueError(f"--metrics: --task_name {self.task_name} has its own")
-        check_text_metrics(self.metrics or ())
+        check_text_metrics(self.metrics or (), self.trust_remote_code)
 
     def check(self) -> None:
         super().check()

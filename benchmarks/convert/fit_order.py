@@ -1,0 +1,103 @@
+"""Does it help to fit each layer to what the converted layers before it make, instead of to what the source makes?
+
+All layers at once, as `convert` does it, beside one layer after the other: the model in which the layers before are
+converted already is the source of the next layer's conversion, so that its queries, keys and values are read from
+what will be there, and its own outputs on that are what it is fitted to. Same texts, same seed.
+
+Example:
+    python -m benchmarks.convert.fit_order --data_dir ../shared/data --subject minilm --num_key_value_heads 4 1
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSeq2SeqLM
+
+from benchmarks.convert.conversion_subjects import SUBJECTS
+from benchmarks.machine import machine
+from hf_attn_variants.commands import convert as command
+from hf_attn_variants.conversion import Calibration, convert
+from hf_attn_variants.files import atomic_write
+
+FIELD = "num_key_value_heads"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", type=Path, required=True)
+    parser.add_argument("--subject", choices=["minilm", "t5-mini"], default="minilm")
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4])
+    parser.add_argument("--fit_steps", type=int, nargs="+", default=[0], help="0 = the closed form alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--texts", type=int, help="how many of the subject's texts (default: all)")
+    parser.add_argument("--output", type=Path, help="a JSON, written after each row; rows in it are kept")
+    return parser.parse_args(argv)
+
+
+def at_once(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
+    """Convert all layers, each fitted to its inputs in the source."""
+    return convert(model, heads, calibration=calibration, seed=seed)
+
+
+def in_order(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
+    """Convert the layers one after the other, each fitted to its inputs behind the converted ones."""
+    all_heads = model.config.num_attention_heads
+    layers = getattr(model.config, "num_decoder_layers", model.config.num_hidden_layers)
+    for layer in range(1, layers + 1):
+        values = [heads] * layer + [all_heads] * (layers - layer)
+        model = convert(model, calibration=calibration, seed=seed, per_layer_values={FIELD: values})
+    return model
+
+
+ORDERS = {"at once": at_once, "in order": in_order}
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Convert by both orders, score, print and return the rows."""
+    subject: Any = SUBJECTS[args.subject](args.data_dir)
+    auto: Any = AutoModelForSeq2SeqLM if args.subject == "t5-mini" else AutoModel
+    kept = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": []}
+    rows = kept["rows"]
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--model_name_or_path", str(subject.source), "--output_dir", "x", "--seed", str(seed)]
+            given: Any = command.read_calibration_arguments(
+                command.parse_args([*flags, *subject.calibration_flags(Path(folder), seed)])
+            )
+        given = replace(given, tokenizer=subject.tokenizer)
+        if args.texts:
+            targets = given.target_texts and given.target_texts[: args.texts]
+            given = replace(given, texts=given.texts[: args.texts], target_texts=targets)
+        for heads in args.num_key_value_heads:
+            for steps in args.fit_steps:
+                for name, order in ORDERS.items():
+                    model = auto.from_pretrained(subject.source).eval()
+                    made = order(model, heads, replace(given, fit_steps=steps), seed).eval()
+                    row = {"subject": subject.name, "order": name, FIELD: heads, "fit_steps": steps, "seed": seed}
+                    row |= {"texts": len(given.texts), **_scores(subject, made)}
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+                    if args.output:
+                        atomic_write(
+                            args.output, json.dumps({"machine": machine("cpu"), "rows": rows}, indent=1) + "\n"
+                        )
+    return rows
+
+
+def _scores(subject: Any, model: torch.nn.Module) -> dict[str, float]:
+    if hasattr(subject, "scores_of"):
+        return {name: round(value, 4) for name, value in subject.scores_of(model).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {name: round(value, 4) for name, value in subject.evaluate(Path(folder)).items()}
+
+
+if __name__ == "__main__":
+    main(parse_args())

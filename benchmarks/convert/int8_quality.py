@@ -1,0 +1,239 @@
+"""What real models keep in int8: a T5 and a Marian on Multi30k, MiniLM on STS-B, a Whisper on recordings.
+
+Each model runs in float32, by `quantize`, and by torch's own `quantize_dynamic`; after `share_memory`, and as variants
+of this package that put out the same in float32, by `quantize` alone. "agree" is the share of tokens that are still
+the likeliest ones after what float32 has written. No figure here is of speed. The JSON is written after each row; rows
+in it stay.
+
+Example:
+    python -m benchmarks.convert.int8_quality --data_dir ../shared/data
+    python -m benchmarks.convert.int8_quality --data_dir ../shared/data --marian MARIAN --whisper WHISPER \\
+        --audio_dir recordings --texts recordings.tsv
+"""
+
+import argparse
+import copy
+import csv
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sacrebleu
+import torch
+import transformers
+from transformers import (
+    AutoFeatureExtractor,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
+
+from benchmarks.convert.conversion_subjects import SentenceEncoder, read_lines
+from benchmarks.convert.word_errors import error_rate
+from benchmarks.machine import machine
+from hf_attn_variants import quantize, share_memory
+from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection import similarity_spearman
+from hf_attn_variants.registration import variant_model_class
+
+FLOAT32, INT8, TORCHS, BFLOAT16 = "float32", "int8", "torch's dynamic int8", "bfloat16"
+T5 = "checkpoints/t5-mini-multi30k-en-de"
+Row = dict[str, Any]
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `arguments`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", type=Path, required=True, help=f"folder of multi30k, glue/STS-B and {T5}")
+    parser.add_argument("--marian", type=Path, help="folder of a Marian for Multi30k (`train_marian.py` makes one)")
+    parser.add_argument("--whisper", type=Path, help="folder of a Whisper")
+    parser.add_argument("--audio_dir", type=Path, help="recordings for it")
+    parser.add_argument("--texts", type=Path, help="a table of their texts, with the columns file and text")
+    parser.add_argument("--sentences", type=int, default=1000, help="of Multi30k's test set")
+    parser.add_argument("--recordings", type=int, default=10)
+    parser.add_argument("--only", nargs="+", help="models whose names begin so")
+    parser.add_argument("--bfloat16", action="store_true", help="in bfloat16, too: slow where a CPU has none")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/int8_quality.json")
+    args = parser.parse_args(arguments)
+    if args.whisper and not (args.audio_dir and args.texts):
+        parser.error("--whisper needs --audio_dir and --texts")
+    return args
+
+
+def by_torch(model: Any) -> Any:
+    """Return a copy by torch's own call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def ways(args: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
+    """Return what is done with a model, by name."""
+    found = {FLOAT32: lambda model: model, INT8: lambda model: quantize(copy.deepcopy(model)), TORCHS: by_torch}
+    return found | ({BFLOAT16: lambda model: quantize(copy.deepcopy(model), "bfloat16")} if args.bfloat16 else {})
+
+
+def megabytes(model: Any) -> float:
+    """Return the size of a model's numbers in a file."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return round(file.tell() / 1e6, 2)
+
+
+class Translation:
+    """A translator on Multi30k, in every form that cross-attention has."""
+
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace) -> None:
+        self.name, self.folder = name, folder
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        lines = [read_lines(args.data_dir / f"multi30k/test_2016_flickr.{each}.gz") for each in ("en", "de")]
+        self.sources, self.targets = (each[: args.sentences] for each in lines)
+        self.batches = [
+            {name: each for name, each in batch.items() if name in ("input_ids", "attention_mask")}
+            for batch in (
+                self.tokenizer(self.sources[start : start + 64], padding=True, return_tensors="pt")
+                for start in range(0, len(self.sources), 64)
+            )
+        ]
+        self.written: list[torch.Tensor] = []
+
+    def models(self) -> Iterator[tuple[str, Any]]:
+        """Yield the model as it is and otherwise, by name."""
+        upstream = AutoModelForSeq2SeqLM.from_pretrained(self.folder).eval()
+        yield self.name, upstream
+        yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
+        cls, width = variant_model_class(type(upstream).__name__), upstream.config.d_model
+        for what, fields in (
+            ("exact", {"cross_kv_lora_rank": width}),
+            ("talking heads", {"talking_heads": "both"}),
+        ):
+            yield f"{self.name}, {what}", cls.from_pretrained(self.folder, **fields).eval()
+
+    @torch.inference_mode()
+    def scores(self, model: Any, float32: Any) -> Row:
+        """Return BLEU by greedy search, and the share of tokens that agree with what `float32` writes."""
+        if not self.written:  # by float32, once
+            self.written = [
+                float32.generate(**batch, max_new_tokens=64, do_sample=False, num_beams=1) for batch in self.batches
+            ]
+        end, agreeing, total, found = float32.generation_config.eos_token_id, 0, 0, []
+        for batch, written in zip(self.batches, self.written, strict=True):
+            ids = model.generate(**batch, max_new_tokens=64, do_sample=False, num_beams=1)
+            found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            likeliest = model(**batch, decoder_input_ids=written[:, :-1]).logits.argmax(-1)
+            is_end = written[:, 1:] == end
+            real = is_end.cumsum(1) - is_end.long() == 0  # up to the first end, which counts
+            agreeing += int((likeliest == written[:, 1:])[real].sum())
+            total += int(real.sum())
+        bleu = sacrebleu.corpus_bleu(found, [self.targets]).score
+        return {"sentences": len(found), "bleu": round(bleu, 2), "agree": round(agreeing / total, 4), "tokens": total}
+
+
+class Similarity:
+    """MiniLM on the pairs of STS-B's dev set."""
+
+    name = "MiniLM"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.subject = SentenceEncoder(args.data_dir)
+
+    def models(self) -> Iterator[tuple[str, Any]]:
+        """Yield the model, and its variant with talking heads, which begin as nothing."""
+        upstream = AutoModel.from_pretrained(self.subject.source).eval()
+        yield self.name, upstream
+        cls = variant_model_class(type(upstream).__name__)
+        yield f"{self.name}, talking heads", cls.from_pretrained(self.subject.source, talking_heads="both").eval()
+
+    def scores(self, model: Any, float32: Any) -> Row:
+        """Return Spearman's correlation with the scores of people."""
+        subject = self.subject
+        return {
+            "spearman": round(similarity_spearman(model, subject.tokenizer, subject.pairs, subject.scores), 4),
+            "pairs": len(subject.pairs),
+        }
+
+
+class Speech:
+    """A Whisper on recordings whose words are known."""
+
+    name = "Whisper"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.folder = args.whisper
+        self.tokenizer = AutoTokenizer.from_pretrained(args.whisper)
+        with open(args.texts, encoding="utf-8", newline="") as file:
+            texts = {row["file"]: row["text"] for row in csv.DictReader(file, delimiter="\t")}
+        files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES and path.name in texts)
+        files = files[: args.recordings]
+        self.texts = [texts[path.name] for path in files]
+        extractor = AutoFeatureExtractor.from_pretrained(args.whisper)
+        rate = extractor.sampling_rate
+        self.features = [
+            extractor(load_audio(path)[0], sampling_rate=rate, return_tensors="pt").input_features for path in files
+        ]
+        self.source: list[str] | None = None
+
+    def models(self) -> Iterator[tuple[str, Any]]:
+        """Yield the model as it is, and sharing its memory."""
+        upstream = AutoModelForSpeechSeq2Seq.from_pretrained(self.folder).eval()
+        yield self.name, upstream
+        yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
+
+    @torch.inference_mode()
+    def transcripts(self, model: Any) -> list[str]:
+        """Return what a model writes of each recording, greedily."""
+        found: list[str] = []
+        for features in self.features:
+            features = features.to(model.dtype)
+            mask = torch.ones_like(features[:, 0], dtype=torch.long)
+            ids = model.generate(features, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=120)
+            found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return found
+
+    def scores(self, model: Any, float32: Any) -> Row:
+        """Return the word error rates against the texts, and against what float32 writes."""
+        self.source = self.source or self.transcripts(float32)  # once
+        found = self.source if model is float32 else self.transcripts(model)
+        return {"against_texts": error_rate(self.texts, found), "against_float32": error_rate(self.source, found)}
+
+
+def subjects(args: argparse.Namespace) -> Iterator[Any]:
+    """Yield what is measured."""
+    yield Translation("T5", args.data_dir / T5, args)
+    if args.marian:
+        yield Translation("Marian", args.marian, args)
+    yield Similarity(args)
+    if args.whisper:
+        yield Speech(args)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what is not there yet, write the JSON after each row, and return it."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
+    done = {(row["model"], row["way"]) for row in report["rows"]}
+    for subject in subjects(args):
+        for name, float32 in subject.models():
+            if args.only and not name.startswith(tuple(args.only)):
+                continue
+            for way, change in ways(args).items():
+                if (name, way) in done or (way != INT8 and name != subject.name):
+                    continue
+                model = change(float32)
+                row = {"model": name, "way": way, "megabytes": megabytes(model), **subject.scores(model, float32)}
+                report["rows"].append(row)
+                report["machine"] = machine("cpu")
+                atomic_write(args.output, json.dumps(report, indent=1) + "\n")
+                print(json.dumps(row), flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    main(parse_args())

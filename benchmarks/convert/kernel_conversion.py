@@ -1,0 +1,154 @@
+"""What a kernel in a softmax's place costs in quality, before and after the fit: a real sentence encoder, no labels.
+
+all-MiniLM-L6-v2 by Spearman's correlation on the STS-B dev set and by the mean cosine of its embeddings to its own on
+held-out Wikipedia lines, as `conversion_quality.py` scores heads. A hybrid has three rows: as it is, and with either
+branch taken away, by the factor between them; distilled three more. The JSON is written after each model; rows in it
+are kept. A fit of 400 steps takes some five minutes of one core. With `--distillation_steps` the last fit is distilled
+too, by the recipe that `attn-variants convert` prints: all parameters, lines of Wikipedia, the source as teacher.
+
+Example:
+    python -m benchmarks.convert.kernel_conversion --kernels elu hedgehog --fit_steps 0 400 --num_threads 1
+    python -m benchmarks.convert.kernel_conversion --kernels hedgehog --features 64 --fit_steps 1000
+    python -m benchmarks.convert.kernel_conversion --kernels hybrid --window 8
+    python -m benchmarks.convert.kernel_conversion --kernels hedgehog --keep_matching_layers 2 --distillation_steps 300
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, PreTrainedModel
+
+import hf_attn_variants
+from benchmarks.convert.conversion_subjects import SentenceEncoder, SentenceEncoderOnSentences
+from benchmarks.machine import machine
+from benchmarks.run_records import check_data_dir, write_rows
+from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.conversion import Calibration
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
+
+UNFITTED = "unfitted"
+SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
+KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
+OF_SOME = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
+# The branches of a hybrid that are read, by the logarithm of gamma; None = as it is. By 80 nothing is left of the
+# kernel's weights in float32, and the window's sums are below its largest number.
+BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["elu", "hedgehog"])
+    parser.add_argument("--window", type=int, default=8, help="of a hybrid")
+    parser.add_argument("--features", type=int, help="default: each kernel's own")
+    parser.add_argument("--keep_matching_layers", type=int, help="layers that keep their softmax (default: none)")
+    parser.add_argument("--distillation_steps", type=int, help="of the model that was fitted last")
+    parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="each a row, beside the unfitted one")
+    parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="beginnings of lines, or short sentences")
+    parser.add_argument("--calibration_size", type=int, default=3000)
+    parser.add_argument("--max_length", type=int, default=64)
+    parser.add_argument("--num_threads", type=int, default=1)
+    parser.add_argument("--data_dir", type=Path, default=Path(__file__).resolve().parents[3] / "shared/data")
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def convert(
+    subject: SentenceEncoder, kernel: str, steps: int | None, args: argparse.Namespace
+) -> tuple[PreTrainedModel, float]:
+    """Return the converted model and the seconds that it took; without steps (None) the weights stay as they are.
+
+    The fit reads the texts of `--texts`, and features are `--features` where the kernel has any.
+    """
+    source, started = AutoModel.from_pretrained(subject.source), time.perf_counter()
+    fields: dict[str, Any] = {"attention_kernel": kernel}
+    fields |= {} if kernel == "elu" else {"attention_kernel_features": args.features}
+    fields |= {"attention_window": args.window} if kernel == "hybrid" else {}
+    if steps is None:
+        fields["method"] = "mean"
+    else:
+        texts = subject.calibration_lines(0)[: args.calibration_size]
+        fields["calibration"] = Calibration(
+            texts, tokenizer=subject.tokenizer, max_length=args.max_length, fit_steps=steps, passages=False
+        )
+        fields["keep_matching_layers"] = args.keep_matching_layers
+    converted = hf_attn_variants.convert(source, **fields)
+    return converted.eval(), round(time.perf_counter() - started, 1)
+
+
+def distil(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreTrainedModel:
+    """Return a model drawn towards the source for so many steps, all parameters trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        start, end = Path(folder, "start"), Path(folder, "end")
+        model.save_pretrained(start)
+        subject.tokenizer.save_pretrained(start)
+        flags = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *subject.uptraining]
+        flags += [*subject.training_flags(Path(folder), 0, steps), "--max_train_steps", str(steps)]
+        flags += ["--trainable", "all", "--learning_rate", "1e-4", "--group_by_length", "--cpu", "--disable_tqdm"]
+        flags += ["--per_device_train_batch_size", str(subject.batch_size), "--eval_steps", str(steps)]
+        uptrain_command.main(uptrain_command.parse_args([*flags, "--output_dir", str(end)]))
+        return AutoModel.from_pretrained(end).eval()
+
+
+@torch.no_grad()
+def scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float | None) -> dict[str, float]:
+    """Score a model, a hybrid with this logarithm of gamma everywhere; None = its own."""
+    if log_factor is None:
+        return subject.scores_of(model)
+    factors = {name: each for name, each in model.named_parameters() if name.endswith("window_log_factor")}
+    own = {name: each.clone() for name, each in factors.items()}
+    for each in factors.values():
+        each.fill_(log_factor)
+    found = subject.scores_of(model)
+    for name, each in factors.items():
+        each.copy_(own[name])
+    return found
+
+
+def is_measured(key: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Say whether a row of this key is there."""
+    return any(all(row.get(name) == key.get(name) for name in (*KEY, *OF_SOME)) for row in rows)
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    torch.set_num_threads(args.num_threads)
+    kind = SUBJECTS[args.texts]
+    check_data_dir(args.data_dir, *kind.reads)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / "kernel_conversion.json"
+    rows = json.loads(path.read_text())["runs"] if path.is_file() else []
+    subject = kind(args.data_dir)
+    for kernel, steps in itertools.product(args.kernels, (None, *args.fit_steps)):
+        found = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
+        key = dict(zip(KEY, (*found, args.calibration_size, args.max_length), strict=True))
+        if args.keep_matching_layers is not None:
+            if steps is None:  # the layers are found by the fit's text
+                continue
+            key["keep_matching_layers"] = args.keep_matching_layers
+        is_hybrid = kernel == "hybrid"
+        keys = [key | {"window": args.window, "reads": each} for each in BRANCHES] if is_hybrid else [key]
+        is_last = args.distillation_steps is not None and steps == args.fit_steps[-1]
+        distilled = [each | {"distillation_steps": args.distillation_steps} for each in keys] if is_last else []
+        if all(is_measured(each, rows) for each in keys + distilled):
+            continue
+        model, seconds = convert(subject, kernel, steps, args)
+        for group in filter(None, (keys, distilled)):
+            if group is distilled:
+                model = distil(subject, model, args.distillation_steps)
+            for each in group:
+                found = scores(subject, model, BRANCHES[each.get("reads", "both")])
+                rows.append(each | found | {"conversion_seconds": seconds})
+        write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_SOME))
+        for row in rows[-len(keys + distilled) :]:
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main(parse_args())

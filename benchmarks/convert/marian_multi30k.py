@@ -1,0 +1,135 @@
+"""What conversions of a Marian keep on Multi30k, English to German: without training, and after some distillation.
+
+The Marian is what `train_marian.py` makes, plain upstream code. Conversions are made by the command that a user
+has, with its defaults, on 2,048 training pairs; distillation is `scripts/uptrain.py` on all. BLEU (greedy) and loss
+are those of the validation set. The JSON is written after each row; rows in it stay.
+
+Example:
+    python -m benchmarks.convert.marian_multi30k --model MARIAN_FOLDER --data_dir ../shared/data
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.convert.conversion_quality import run_record, uptrain
+from benchmarks.convert.conversion_subjects import Translator
+from hf_attn_variants.commands import convert as command
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.counting import kv_cache_bytes_per_token
+from hf_attn_variants.registration import variant_model_class
+
+ROOT = Path(__file__).resolve().parents[2]
+MULTI_HEAD, MEAN = "multi-head", ("--method", "mean")
+# Nothing is calibrated that averages, or that is exact.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    MULTI_HEAD: (),
+    "2 heads, mean": ("--num_key_value_heads", "2", *MEAN),
+    "2 heads, calibrated": ("--num_key_value_heads", "2"),
+    "1 head, mean": ("--num_key_value_heads", "1", *MEAN),
+    "1 head, calibrated": ("--num_key_value_heads", "1"),
+    "exact": ("--cross_kv_lora_rank", "256"),
+    "cross 128": ("--cross_kv_lora_rank", "128"),
+    "cross 64": ("--cross_kv_lora_rank", "64"),
+    "self 32": ("--kv_lora_rank", "32"),
+    "cross 128 + self 32": ("--cross_kv_lora_rank", "128", "--kv_lora_rank", "32"),
+}
+Row = dict[str, Any]
+
+
+class Marian(Translator):
+    """A Marian trained on Multi30k: 4 + 4 layers, 8 heads of 32."""
+
+    name = "marian-multi30k-en-de"
+    uptraining = ("--objective", "distill", "--max_length", "64")
+
+
+def main(args: argparse.Namespace) -> list[Row]:
+    """Measure what is not there yet, print the table, and return the rows."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    found = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
+    training = json.loads((args.model / "training.json").read_text())
+    if found.setdefault("training", training) != training:
+        raise SystemExit(f"{args.output} has the rows of another Marian than {args.model}: name another --output")
+    subject, rows = Marian(args.data_dir, args.model), found["rows"]
+    found["runs"].append(run_record())
+    for name in args.options:
+        if name not in {row["option"] for row in rows}:
+            rows.append(measure(subject, name, args.steps) | {"run": len(found["runs"]) - 1})
+            atomic_write(args.output, json.dumps(found, indent=1) + "\n")
+            print(rows[-1], flush=True)
+    print(table(rows))
+    return rows
+
+
+def measure(subject: Marian, option: str, steps: int) -> Row:
+    """Convert, score, distil, score."""
+    with tempfile.TemporaryDirectory() as temporary:
+        work, row = Path(temporary), {"option": option, "steps": steps}
+        if option == MULTI_HEAD:
+            return row | {"converted": subject.evaluate(subject.source)} | _numbers(subject.source)
+        folder = work / "converted"
+        flags = ["--model_name_or_path", str(subject.source), "--output_dir", str(folder), "--disable_tqdm"]
+        flags += OPTIONS[option]
+        if option != "exact" and MEAN[1] not in OPTIONS[option]:
+            flags += subject.calibration_flags(work, 0)
+        started = time.perf_counter()
+        command.main(command.parse_args(flags))
+        row |= {"conversion_seconds": round(time.perf_counter() - started, 1), **_numbers(folder)}
+        row["converted"] = subject.evaluate(folder)
+        if option != "exact" and steps:
+            distilled, seconds = uptrain(subject, folder, steps, 0, work)
+            row |= {"distilled": subject.evaluate(distilled), "distillation_seconds": seconds}
+        return row
+
+
+def _numbers(folder: Path) -> Row:
+    config = json.loads((folder / "config.json").read_text())
+    made = variant_model_class(config["architectures"][0])
+    with torch.device("meta"):
+        model = made(made.config_class.from_upstream(config))
+    return {
+        "numbers_per_token": kv_cache_bytes_per_token(model, 1),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """Return the Markdown table."""
+    steps = max(row["steps"] for row in rows)
+    lines = [f"| | numbers a token, generated + source | BLEU | loss | BLEU after {steps} steps | loss |"]
+    lines.append("| --- " * 6 + "|")
+    for row in rows:
+        numbers = " + ".join(str(number) for number in row["numbers_per_token"].values())
+        scores = [row["converted"], row.get("distilled")]
+        cells = [f"{each['bleu']:.2f} | {each['loss']:.3f}" if each else " | " for each in scores]
+        lines.append(f"| {row['option']} | {numbers} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder that train_marian.py wrote")
+    parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+    parser.add_argument("--steps", type=int, default=300, help="of distillation (default: 300)")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/marian_multi30k.json")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,181 @@
+"""What a conversion of all-MiniLM-L6-v2 keeps on text of many kinds, calibrated on lines, or on passages beside them.
+
+Each checkpoint is made by the command at its defaults, from lines of Wikipedia, with `--calibration_passages` or
+without, in all layers or in those alone that do not find words again (`--keep_matching_layers`). Nothing is trained.
+Measured is what the converted model makes of text that nothing was fitted to, beside what its source makes of it:
+
+- error: of the last hidden states, the root of the squared error over the variance, all tokens together;
+- cosine: of the embeddings (means over tokens), the mean over texts;
+- neighbours: the share of texts whose nearest other one is the same.
+
+Example:
+    python -m benchmarks.convert.retention --num_key_value_heads 4 1
+    python -m benchmarks.convert.retention --num_key_value_heads 4 2 --passages yes --keep_matching_layers 2
+    python -m benchmarks.convert.retention --num_key_value_heads 4 --passages yes --calibration_size 8192
+    python -m benchmarks.convert.retention --num_key_value_heads 12 --kv_lora_rank 64 --passages yes
+"""
+
+import argparse
+import csv
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModel, AutoTokenizer
+
+from benchmarks.convert.conversion_quality import run_record
+from benchmarks.convert.conversion_subjects import SentenceEncoder, read_lines, sample_lines, write_texts
+from benchmarks.run_records import write_rows
+from hf_attn_variants.commands import convert as command
+from hf_attn_variants.inspection import sentence_embeddings, similarity_spearman
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = 20_000  # of which the command draws its examples
+LONG = 900  # characters of a long line
+BATCH_SIZE = 16
+# Kinds of text: tokens at which one is cut.
+LENGTHS = {"Wikipedia, 900 characters and more": 256, "SQuAD, question and passage": 384}
+LENGTH = 128
+KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers", "calibration_size", "kv_lora_rank")
+
+Texts = Sequence[str] | Sequence[tuple[str, str]]
+
+
+def kinds_of_text(data_dir: Path, size: int, seed: int) -> dict[str, Texts]:
+    """Return texts, or pairs of texts, of each kind: at most `size` (long ones half of them)."""
+    validation = [data_dir / "wikipedia/valid.txt.gz"]
+    questions = _questions(data_dir / "squad/dev-v1.1.json")
+    kinds: dict[str, Texts] = {
+        "Wikipedia, 40 characters and more": sample_lines(validation, size, seed),
+        "Wikipedia, 900 characters and more": sample_lines(validation, size // 2, seed, min_characters=LONG),
+        "captions (Multi30k)": read_lines(data_dir / "multi30k/val.en.gz"),
+        "questions (SQuAD)": [question for question, _ in questions],
+        "film reviews (SST-2)": _column(data_dir / "glue/SST-2/dev.tsv", "sentence"),
+        "fiction, speech, reports (MNLI)": _column(data_dir / "glue/MNLI/dev_matched.tsv", "sentence1"),
+        "news and captions (STS-B)": _column(data_dir / "glue/STS-B/dev.tsv", "sentence1"),
+        "STS-B, pairs": _pairs(data_dir / "glue/STS-B/dev.tsv", "sentence1", "sentence2"),
+        "QNLI, question and sentence": _pairs(data_dir / "glue/QNLI/dev.tsv", "question", "sentence"),
+        "SQuAD, question and passage": questions,
+    }
+    return {name: _drawn(texts, size // 2 if name in LENGTHS else size, seed) for name, texts in kinds.items()}
+
+
+def _drawn(texts: Texts, size: int, seed: int) -> Texts:
+    different: list[Any] = sorted(set(texts))
+    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [different[i] for i in order[:size]]
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def _column(path: Path, name: str) -> list[str]:
+    return [row[name] for row in _table(path) if row.get(name)]
+
+
+def _pairs(path: Path, first: str, second: str) -> list[tuple[str, str]]:
+    return [(row[first], row[second]) for row in _table(path) if row.get(first) and row.get(second)]
+
+
+def _questions(path: Path) -> list[tuple[str, str]]:
+    articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+    passages = [passage for article in articles for passage in article["paragraphs"]]
+    return [(each["question"].strip(), passage["context"]) for passage in passages for each in passage["qas"]]
+
+
+@torch.inference_mode()
+def compare(model: Any, source: Any, tokenizer: Any, texts: Texts, length: int) -> dict[str, float]:
+    """Return error, cosine and neighbours of a model on texts, against its source; of pairs the error alone."""
+    wrong = spread = 0.0
+    for start in range(0, len(texts), BATCH_SIZE):
+        rows = list(texts[start : start + BATCH_SIZE])
+        batch = tokenizer(rows, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        real = batch["attention_mask"].bool()
+        found, expected = (each(**batch).last_hidden_state[real] for each in (model, source))
+        wrong += (found - expected).square().sum().item()
+        spread += (expected - expected.mean(0)).square().sum().item()
+    error = {"error": round((wrong / spread) ** 0.5, 4)}
+    if not isinstance(texts[0], str):
+        return error
+    pair = [sentence_embeddings(each, tokenizer, texts, max_length=length) for each in (model, source)]
+    cosine = torch.nn.functional.cosine_similarity(*pair).mean().item()
+    same = (_nearest(pair[0]) == _nearest(pair[1])).float().mean().item()
+    return error | {"cosine": round(cosine, 4), "neighbours": round(same, 4)}
+
+
+def _nearest(embeddings: torch.Tensor) -> torch.Tensor:
+    unit = torch.nn.functional.normalize(embeddings, dim=-1)
+    return (unit @ unit.T).fill_diagonal_(-2.0).argmax(1)
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Convert by each setting, measure, write the JSON, and return its rows."""
+    transformers.logging.set_verbosity_error()
+    subject = SentenceEncoder(args.data_dir)
+    source, tokenizer = AutoModel.from_pretrained(subject.source).eval(), AutoTokenizer.from_pretrained(subject.source)
+    kinds = kinds_of_text(args.data_dir, args.size, args.seed)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        lines = sample_lines(subject.shards, args.lines, args.seed, min_characters=1)
+        flags = write_texts(Path(temporary), {"calibration_file": lines})
+        for heads in args.num_key_value_heads:
+            for passages in args.passages:
+                kept = args.keep_matching_layers
+                given = {name: getattr(args, name) for name in ("calibration_size", "kv_lora_rank")}
+                given = {name: value for name, value in given.items() if value is not None}
+                name = "-".join(map(str, (heads, passages, kept, *given.values())))
+                output = (args.work_dir or Path(temporary)) / name
+                argv = ["--model_name_or_path", str(subject.source), "--num_key_value_heads", str(heads), *flags]
+                argv += ["--calibration_passages" if passages == "yes" else "--no-calibration_passages"]
+                argv += ["--seed", str(args.seed), "--disable_tqdm", "--output_dir", str(output)]
+                argv += [] if args.fit_steps is None else ["--fit_steps", str(args.fit_steps)]
+                argv += [] if kept is None else ["--keep_matching_layers", str(kept)]
+                argv += [str(word) for flag, value in given.items() for word in (f"--{flag}", value)]
+                if not output.is_dir():
+                    command.main(command.parse_args(argv))
+                report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
+                model = AutoModel.from_pretrained(output).eval()
+                row = {"heads": heads, "passages": passages, "seed": args.seed, "fit_steps": args.fit_steps}
+                row |= {} if kept is None else {"keep_matching_layers": kept, "kept": report["heads"]}
+                row |= given | {"calibration": report["calibration"]}
+                row["spearman"] = similarity_spearman(model, tokenizer, subject.pairs, subject.scores)
+                row["kinds"] = {
+                    name: compare(model, source, tokenizer, texts, LENGTHS.get(name, LENGTH))
+                    for name, texts in kinds.items()
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                write_rows(args.output, {"run": run_record()}, rows, KEY)
+    return rows
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 1])
+    parser.add_argument("--passages", nargs="+", choices=["yes", "no"], default=["no", "yes"])
+    parser.add_argument("--keep_matching_layers", type=int, help="of the conversions (default: none)")
+    parser.add_argument("--fit_steps", type=int, help="of the conversions (default: the command's)")
+    parser.add_argument("--kv_lora_rank", type=int, help="latents of this size, from all 12 heads (default: none)")
+    parser.add_argument("--calibration_size", type=int, help="of the conversions (default: the command's)")
+    parser.add_argument("--size", type=int, default=384, help="texts of a kind; default: %(default)s")
+    parser.add_argument("--lines", type=int, default=LINES, help="of Wikipedia to draw from; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work_dir", type=Path, help="keeps the checkpoints; those that it has are used again")
+    parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/retention.json")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,89 @@
+"""What little text, or text of another kind, makes of a conversion: MiniLM with 4 of 12 heads, beside averaged heads.
+
+Scored by Spearman's correlation on the STS-B dev set and by the mean cosine of embeddings to the source's on 512
+held-out lines of Wikipedia; with what the conversion itself says of the whole model, and the warnings that it gives.
+"""
+
+import argparse
+import gzip
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.convert.conversion_subjects import SentenceEncoder
+from benchmarks.machine import machine
+from hf_attn_variants.conversion import Calibration, convert
+from hf_attn_variants.files import atomic_write
+
+HEADS = 4
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", type=Path, required=True, help="with wikipedia/, glue/ and multi30k/")
+    parser.add_argument("--fit_steps", type=int, default=100)
+    parser.add_argument("--output", type=Path, help="a JSON of the results")
+    return parser.parse_args(argv)
+
+
+def calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, list[str]]:
+    """Return the texts of each case."""
+    lines, draw = subject.calibration_lines(0), random.Random(0)
+    words = range(1000, subject.tokenizer.vocab_size)  # those before are single characters and unused
+    with gzip.open(data_dir / "multi30k" / "train.de.gz", "rt", encoding="utf-8") as file:
+        german = file.read().splitlines()
+    return {
+        "16 lines": lines[:16],
+        "256 lines": lines[:256],
+        "256 lines of German": german[:256],
+        "256 lines of random tokens": [subject.tokenizer.decode(draw.choices(words, k=30)) for _ in range(256)],
+        "8 lines, 32 times each": lines[:8] * 32,
+    }
+
+
+class Warnings(logging.Handler):
+    """Keeps what a conversion warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Convert, score, print a row each, and return the report."""
+    subject = SentenceEncoder(args.data_dir)
+    cases: dict[str, list[str] | None] = {"none: averaged heads": None, **calibrations(subject, args.data_dir)}
+    heard = Warnings()
+    logging.getLogger("hf_attn_variants").addHandler(heard)
+    rows = []
+    for name, texts in cases.items():
+        heard.messages.clear()
+        options: dict[str, Any] = {"method": "mean"}
+        if texts is not None:
+            settings = {"max_length": subject.calibration_length, "passages": False, "fit_steps": args.fit_steps}
+            options = {"calibration": Calibration(texts, **settings)}
+        with tempfile.TemporaryDirectory() as folder:
+            report = convert(subject.source, HEADS, output_dir=f"{folder}/converted", **options)
+            scores = subject.evaluate(Path(folder) / "converted")
+        quality = None if report.quality is None else report.quality.value
+        rows.append({"calibration": name, **scores, "own_quality": quality, "warnings": list(heard.messages)})
+        print(json.dumps(rows[-1]), flush=True)
+    return {"machine": machine("cpu"), "num_key_value_heads": HEADS, "fit_steps": args.fit_steps, "rows": rows}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    arguments = parse_args()
+    found = main(arguments)
+    if arguments.output:
+        atomic_write(arguments.output, json.dumps(found, indent=1) + "\n")

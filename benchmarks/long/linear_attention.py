@@ -1,0 +1,216 @@
+"""Linear attention beside torch's fused softmax, in one run: time, memory, a decoder's step, and random estimates.
+
+What is compared takes turns within each round; each time is the median over rounds. Queries, keys and values are given
+(12 heads of 64, batch 1); the features are computed in the call. Memory is what a call adds at its peak, a process for
+each measurement. A decoder's step is one token of 12 heads after others: of a softmax it reads their keys and values,
+of a kernel the sums over them. Estimates: how far favor's and rfa's mean weights are from the exponential that they
+estimate, on unit vectors, by the number of random vectors. Models: one pass of a BERT-base with kernels in all layers,
+and in all but two (`--kept`), beside upstream's; random weights, batch 1.
+
+Example:
+    python -m benchmarks.long.linear_attention --num_threads 2
+    python -m benchmarks.long.linear_attention --parts estimates --output_dir estimates
+    python -m benchmarks.long.linear_attention --parts models --peers elu hedgehog --lengths 512 2048 \\
+        --output_dir models
+    python -m benchmarks.long.linear_attention --parts attention --peers sdpa hedgehog hybrid linformer \\
+        --output_dir others
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import BertConfig, BertModel
+
+from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
+from benchmarks.long.sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
+from benchmarks.machine import machine
+from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
+from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
+from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
+from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
+from hf_attn_variants.reference_linear import favor_features
+
+PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
+# What a part is called in the report, where that is not its own name.
+REPORTED = {"memory": "peak_memory"}
+PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
+# Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
+OTHERS = ["hybrid", "linformer"]
+VECTORS = (32, 64, 128, 256, 512, 1024)
+DRAWS = 20
+# How many times as fast as fused softmax hedgehog is to be, forward, by length.
+GOALS = {512: 1.0, 4096: 5.0}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--peers", nargs="+", choices=[*PEERS, *OTHERS], default=PEERS)
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--kept", type=int, nargs="+", default=[1, 2], help="of models: layers with a softmax")
+    parser.add_argument("--num_layers", type=int, default=12, help="of models")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def measure_attention(length: int, option: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of a softmax and of kernels: {"forward" | "training": {peer: ms}}."""
+    inputs = make_inputs((1, args.heads, length, HEAD_DIM), option, args.device, getattr(torch, args.dtype))
+    names = [name for name in args.peers if not (option == "causal" and name == "linformer")]
+    peers, row = make_peers(args.device, names), {"length": length, "usage": {}}
+    for mode in MODES:
+        steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+    return row
+
+
+@torch.no_grad()
+def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of one token after `length` others, and the bytes that are kept of these: {peer: ...}."""
+    dtype = getattr(torch, args.dtype)
+
+    def states(count: int) -> list[torch.Tensor]:
+        return [torch.randn(1, args.heads, count, HEAD_DIM, device=args.device, dtype=dtype) for _ in range(3)]
+
+    (_, keys, values), token, scaling = states(length), states(1), HEAD_DIM**-0.5
+    steps, kept = {}, {}
+    for name in args.peers:
+        if name == "linformer":
+            continue
+        if name == "sdpa":
+            kept[name] = keys.nbytes + values.nbytes
+            steps[name] = lambda: fused_attention(token[0], keys, values, scaling=scaling)
+            continue
+        module = kernel_module(name, args.heads, HEAD_DIM, is_causal=True).to(args.device, dtype)
+        _, state = attend_by_kernel(module, keys, keys, values, None, scaling)
+        kept[name] = sum(each.nbytes for each in state if each is not None)
+        steps[name] = lambda module=module, state=state: attend_by_kernel(module, *token, None, scaling, state)
+    times, usage = interleaved(steps, args.device, args.rounds)
+    return {"length": length, "step": times, "bytes": kept, "usage": {"step": usage}}
+
+
+@torch.no_grad()
+def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of a pass of whole encoders: {contestant: ms}."""
+    shape = {"num_attention_heads": args.heads, "hidden_size": args.heads * HEAD_DIM}
+    shape |= {"intermediate_size": 4 * args.heads * HEAD_DIM, "num_hidden_layers": args.num_layers}
+    shape |= {"max_position_embeddings": length}
+    models = {"upstream": BertModel(BertConfig(**shape))}
+    for name in (each for each in args.peers if each in KERNELS and each not in OTHERS):
+        layers = [None if layer in args.kept else name for layer in range(args.num_layers)]
+        some = {"per_layer_values": {"attention_kernel": layers}}
+        made = {name: {"attention_kernel": name}, f"{name} in {args.num_layers - len(args.kept)} layers": some}
+        for title, fields in made.items():
+            models[title] = AttnVariantBertModel(AttnVariantBertConfig(**shape, **fields))
+    tokens = torch.randint(1000, (1, length), device=args.device)
+    models = {name: model.eval().to(args.device, getattr(torch, args.dtype)) for name, model in models.items()}
+    steps = {name: torch.no_grad()(lambda model=model: model(tokens)) for name, model in models.items()}
+    times, usage = interleaved(steps, args.device, args.rounds)
+    return {"length": length, "pass": times, "usage": {"pass": usage}}
+
+
+@torch.no_grad()
+def measure_estimates(head_dim: int = HEAD_DIM, count: int = 64) -> list[dict[str, Any]]:
+    """Return relative errors of estimates of exp(q k), of unit vectors, a row for each number of random vectors.
+
+    Of rfa exp(q k - 1). Root mean squares, over pairs and draws, of the difference divided by the exact value.
+    """
+    query, key = (torch.nn.functional.normalize(torch.randn(1, 1, count, head_dim), dim=-1) for _ in range(2))
+    exact, rows = (query @ key.mT).exp(), []
+    for vectors in VECTORS:
+        row: dict[str, Any] = {"vectors": vectors}
+        for name in ("favor", "rfa"):
+            module, errors = kernel_module(name, 1, head_dim, False, vectors), []
+            for seed in range(DRAWS):
+                module.kernel = replace(module.kernel, seed=seed)
+                errors.append(_estimate(module, query, key) / exact * (torch.e if name == "rfa" else 1.0) - 1)
+            row[name] = torch.stack(errors).square().mean().sqrt().item()
+        rows.append(row)
+    return rows
+
+
+def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return phi(q) phi(k) as the formulas have it, of vectors drawn by the module's seed."""
+    init_kernel(module)
+    if module.kernel.name == "favor":  # the package leaves out factors that the weights' sums take out
+        return favor_features(query, module.kernel_vectors) @ favor_features(key, module.kernel_vectors).mT
+    queries, (keys, _) = (
+        module.kernel.query_features(module, query, 1.0),
+        module.kernel.key_features(module, key, None, 1.0),
+    )
+    return queries @ keys.mT
+
+
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what was to be reached, with what was measured, for the lengths that were."""
+    found = []
+    for row in report["attention"]:
+        least = GOALS.get(row["length"])
+        if least is not None and {"sdpa", "hedgehog"} <= row["forward"].keys():
+            ratio = row["forward"]["sdpa"] / row["forward"]["hedgehog"]
+            found.append({"what": f"times softmax's speed, hedgehog, {row['length']} tokens", "least": least})
+            found[-1] |= {"measured": ratio, "met": ratio >= least}
+    return found
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each length, print the figures; returns the report."""
+    torch.manual_seed(0)
+    torch.set_num_threads(args.num_threads)
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report = {"arguments": arguments, "machine": machine(args.device), "heads": args.heads, "memory": memory_now()}
+    report |= {REPORTED.get(part, part): [] for part in PARTS}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"linear_attention_{args.device}.json"
+    if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
+        on_cpu = args.device == "cpu"
+        peers = args.peers if on_cpu else make_peers(args.device, args.peers)
+        others = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)
+        report["peak_memory"] = (cpu_memory if on_cpu else cuda_memory)(
+            peers, args.heads, HEAD_DIM, args.lengths, *others
+        )
+    if "estimates" in args.parts:
+        report["estimates"] = measure_estimates()
+    for length in tqdm(args.lengths, desc="lengths"):
+        for part, option in (("attention", "plain"), ("causal", "causal")):
+            if part in args.parts:
+                report[part].append(measure_attention(length, option, args))
+        if "steps" in args.parts:
+            report["steps"].append(measure_steps(length, args))
+        if "models" in args.parts:
+            report["models"].append(measure_models(length, args))
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+    report["growth"] = {
+        f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in args.peers for mode in MODES
+    }
+    report["targets"] = targets(report)
+    atomic_write(path, json.dumps(report, indent=1) + "\n")
+    for part in PARTS:
+        for row in report[REPORTED.get(part, part)]:
+            print(part, json.dumps(row))
+    for each in report["targets"]:
+        print(
+            f"{each['what']}: {each['measured']:.2f} (at least {each['least']}: {'met' if each['met'] else 'NOT met'})"
+        )
+    print(f"time grows with the length to the power of: {report['growth']}\nwrote {path}")
+    return report
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

@@ -1,0 +1,235 @@
+"""What a sentence encoder of 512 positions makes of articles of 2,000 to 8,000 tokens, read in several ways.
+
+all-MiniLM-L6-v2 on Wikipedia: each article is cut in the middle, and its second half (at most 4,096 tokens) is to be
+found among all second halves, by the first half and by eight passages of 64 tokens of the first half: accuracy at one
+and the mean reciprocal rank, by the cosine of embeddings (the mean over tokens). Beside it Spearman's correlation on
+the STS-B dev set, which says what short text lost. The articles are of the last three training shards; what a reading
+is fitted to or trained on is of the others. Models are made by the commands that users have, and kept in --work_dir.
+Encoding runs in bfloat16 (its distance from float32 is in the rows), STS-B in float32. The JSON is written after each
+row; rows in it are kept.
+
+Example:
+    python -m benchmarks.long.long_inputs --work_dir long --readings truncated chunks window
+"""
+
+import argparse
+import gzip
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModel
+
+from benchmarks.convert.conversion_subjects import SentenceEncoder, sample_lines, write_texts
+from benchmarks.machine import machine
+from benchmarks.run_records import check_data_dir, write_rows
+from hf_attn_variants.commands import convert as convert_command
+from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.inspection import similarity_spearman
+
+ROOT = Path(__file__).resolve().parents[2]
+SET_ASIDE = 3  # shards, the last ones
+SHORTEST, LONGEST = 2_000, 8_000  # tokens of an article
+POSITIONS, OLD_POSITIONS = 4_096, 512
+PASSAGES, PASSAGE = 8, 64  # of a first half, and their tokens
+LEAST_CHARACTERS = 2 * SHORTEST  # of an article with as many tokens: shorter ones need not be tokenized
+COMPARED = 4  # halves that are also encoded in float32
+KEY = ("reading", "articles", "seed")
+
+Ids = list[int]
+Encode = Callable[[Ids], torch.Tensor]
+
+WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "256", "--num_global_tokens", "1")
+INTERPOLATED = ("--position_extension", "interpolated")
+# MiniLM, reading pieces, teaches the model of windows: on articles and, that short text stays as it is, on lines.
+TRAINING_TEXTS = 320  # of each
+UPTRAINING = (
+    *("--objective", "embedding", "--teacher_max_length", "256", "--max_length", "1024", "--trainable", "all"),
+    *("--learning_rate", "1e-4", "--max_train_steps", "300", "--per_device_train_batch_size", "2"),
+    *("--group_by_length", "--per_device_eval_batch_size", "2", "--eval_steps", "150", "--mixed_precision", "bf16"),
+)
+UPTRAINED = ", uptrained"
+# How a text is read by MiniLM as it is -> tokens of a piece, and how many are read; None = all.
+PIECES: dict[str, tuple[int, int | None]] = {
+    "truncated": (OLD_POSITIONS, 1),
+    "chunks": (OLD_POSITIONS, None),
+    "chunks of 256": (256, None),
+}
+# How at once -> the flags of the conversion.
+READINGS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "full, interpolated": INTERPOLATED,
+    "window": WINDOW,
+    "window, interpolated": (*WINDOW, *INTERPOLATED),
+}
+ALL = [*PIECES, *READINGS, f"window{UPTRAINED}"]
+
+
+def read_articles(shard: Path) -> list[str]:
+    """Return the articles of a gzipped shard, an empty line between them."""
+    with gzip.open(shard, "rt", encoding="utf-8") as file:
+        return file.read().split("\n\n")
+
+
+def long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int) -> Iterator[Ids]:
+    """Draw articles of `SHORTEST` to `LONGEST` tokens, as many from each shard; yield their tokens.
+
+    Raises:
+        ValueError: if a shard has too few.
+    """
+    for i, shard in enumerate(shards):
+        share = count // len(shards) + (i < count % len(shards))
+        articles = [article for article in read_articles(shard) if len(article) >= LEAST_CHARACTERS]
+        random.Random(seed).shuffle(articles)
+        found = 0
+        for article in articles:
+            if found == share:
+                break
+            ids = tokenizer(article, add_special_tokens=False, verbose=False)["input_ids"]
+            if SHORTEST <= len(ids) <= LONGEST:
+                found += 1
+                yield ids
+        if found < share:
+            raise ValueError(f"{shard} has {found} articles of {SHORTEST} to {LONGEST} tokens; {share} are needed.")
+
+
+def encoder(model: torch.nn.Module, tokenizer: Any, length: int, pieces: int | None = None) -> Encode:
+    """Return the function that embeds a text's tokens: [D], of length 1.
+
+    Args:
+        length: tokens that the model reads at once, [CLS] and [SEP] among them.
+        pieces: how many such pieces of a text are read; None = all. Their embeddings are averaged by their lengths.
+    """
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+
+    def encode(ids: Ids) -> torch.Tensor:
+        parts = [ids[start : start + length - 2] for start in range(0, len(ids), length - 2)][:pieces]
+        rows = [torch.tensor([[first, *part, last]]) for part in parts]
+        means = [model(input_ids=row).last_hidden_state.float().mean(1) for row in rows]
+        unit = torch.nn.functional.normalize(torch.cat(means), dim=-1)
+        weights = torch.tensor([[float(len(part))] for part in parts])
+        return torch.nn.functional.normalize((unit * weights).sum(0), dim=0)
+
+    return encode
+
+
+def encode_all(encode: Encode, texts: Sequence[Ids], autocast: bool = True) -> torch.Tensor:
+    """Return the embeddings of texts, [texts, D], computed in bfloat16 or, without autocast, in float32."""
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return torch.stack([encode(ids) for ids in texts])
+
+
+def passages(ids: Ids) -> list[Ids]:
+    """Return `PASSAGES` passages of a text, evenly spread."""
+    step = (len(ids) - PASSAGE) / (PASSAGES - 1)
+    return [ids[round(i * step) : round(i * step) + PASSAGE] for i in range(PASSAGES)]
+
+
+def found_by(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+    """Return how often a query finds its own one of `others` first, and the mean of 1 / its rank.
+
+    Args:
+        queries: [q * n, D], q of each in turn.
+        others: [n, D].
+    """
+    own = torch.arange(len(queries)) // (len(queries) // len(others))
+    cosines = queries @ others.T
+    ranks = (cosines > cosines.gather(1, own[:, None])).sum(1) + 1
+    return {
+        "accuracy": round((ranks == 1).float().mean().item(), 4),
+        "reciprocal_rank": round((1 / ranks).mean().item(), 4),
+    }
+
+
+def training_texts(shards: Sequence[Path], seed: int) -> list[str]:
+    """Draw articles of `SHORTEST` tokens or nearly as many, and as many lines, of shards; each text on one line."""
+    drawn = random.Random(seed)
+    articles = [article for shard in shards for article in read_articles(shard) if len(article) >= 4 * SHORTEST]
+    texts = [" ".join(article.split()) for article in drawn.sample(articles, TRAINING_TEXTS)]
+    texts += sample_lines(shards, TRAINING_TEXTS, seed)
+    drawn.shuffle(texts)
+    return texts
+
+
+def make_model(reading: str, subject: SentenceEncoder, work_dir: Path, seed: int) -> Path:
+    """Return the folder of a reading's model, made unless it is there."""
+    if reading in PIECES:
+        return subject.source
+    folder = work_dir / reading.replace(", ", "-").replace(" ", "_")
+    if reading.endswith(UPTRAINED):
+        if not (folder / "all_results.json").is_file():
+            start = make_model(reading.removesuffix(UPTRAINED), subject, work_dir, seed)
+            flags = write_texts(work_dir, {"train_file": training_texts(subject.shards[:-SET_ASIDE], seed)})
+            argv = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *UPTRAINING, *flags]
+            argv += ["--seed", str(seed), "--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
+            uptrain_command.main(uptrain_command.parse_args(argv))
+    elif not folder.is_dir():
+        argv = ["--model_name_or_path", str(subject.source), "--output_dir", str(folder), "--disable_tqdm"]
+        argv += ["--max_position_embeddings", str(POSITIONS), *READINGS[reading]]
+        convert_command.main(convert_command.parse_args(argv))
+    return folder
+
+
+def measure(reading: str, subject: SentenceEncoder, halves: Sequence[tuple[Ids, Ids]], model: Any) -> dict[str, Any]:
+    """Score a reading's model; seconds are those of the processor."""
+    encode = encoder(model, subject.tokenizer, *PIECES.get(reading, (POSITIONS,)))
+    started = time.process_time()
+    first, second = (encode_all(encode, half) for half in zip(*halves, strict=True))
+    seconds = time.process_time() - started
+    exact = encode_all(encode, [half for half, _ in halves[:COMPARED]], autocast=False)
+    short = encode_all(encode, [passage for half, _ in halves for passage in passages(half)])
+    return {
+        "by_halves": found_by(first, second),
+        "by_passages": found_by(short, second),
+        "spearman": similarity_spearman(model, subject.tokenizer, subject.pairs, subject.scores),
+        "bfloat16_cosine": round((first[:COMPARED] * exact).sum(-1).min().item(), 6),
+        "encoding_seconds": round(seconds, 1),
+    }
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.num_threads)
+    check_data_dir(args.data_dir, *SentenceEncoder.reads)
+    subject = SentenceEncoder(args.data_dir)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    shards = subject.shards[-SET_ASIDE:]
+    tokens = list(long_articles(shards, subject.tokenizer, args.articles, args.seed))
+    halves = [tuple(part[: POSITIONS - 2] for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :])) for ids in tokens]
+    head = {"machine": machine("cpu"), "set_aside": [shard.name for shard in shards]}
+    head["tokens"] = {str(args.articles): sum(map(len, tokens))}
+    rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
+    for reading in args.readings:
+        key = dict(zip(KEY, (reading, args.articles, args.seed), strict=True))
+        if any(key.items() <= row.items() for row in rows):
+            continue
+        started = time.process_time()
+        model = AutoModel.from_pretrained(make_model(reading, subject, args.work_dir, args.seed)).eval()
+        made = {"making_seconds": round(time.process_time() - started, 1)}
+        rows.append(key | measure(reading, subject, halves, model) | made)
+        write_rows(args.output, head, rows, KEY)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readings", nargs="+", choices=ALL, default=ALL, metavar="READING", help=f"of {ALL}")
+    parser.add_argument("--articles", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the articles that are drawn; default: %(default)s")
+    parser.add_argument("--num_threads", type=int, default=1)
+    parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
+    parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/long/results/long_inputs.json")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,235 @@
+"""Attention in windows beside torch's fused full attention, and beside upstream's Longformer layer, in one run.
+
+What is compared takes turns within each round; each time is the median over rounds. Queries, keys and values are given
+(12 heads of 64, batch 1, a window of 128 on each side and 1 global token); then whole layers: BERT-base's, and its
+self-attention with the projections of queries, keys and values beside Longformer's, which has those of global tokens
+as well. Memory is what a call adds at its peak, a process for each measurement.
+
+Example:
+    python -m benchmarks.long.sliding_window --num_threads 2
+    python -m benchmarks.long.sliding_window --num_threads 2 --parts attention --lengths 4096 --rows 32 64 128 256 \\
+        --output_dir rows
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from tqdm import tqdm
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+import hf_attn_variants
+from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
+from benchmarks.machine import machine
+from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
+from benchmarks.speed.talking_heads_peers import (
+    GLOBAL_TOKENS,
+    WINDOW,
+    interleaved,
+    make_inputs,
+    make_peers,
+    make_step,
+    step_of,
+)
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
+from hf_attn_variants.modeling.ops import window_blocks
+
+HEADS, HEAD_DIM = 12, 64
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+MODES = ("forward", "training")
+PARTS = ("attention", "layers", "memory")
+PEERS = ["sdpa", "window"]
+FULL, WINDOWED = "BERT layer", "BERT layer, window"
+OURS, LONGFORMER = "self-attention, window", "Longformer's self-attention"
+# At 4,096 tokens: how many times as fast, forward and in training; of Longformer's layer; and memory beside full's.
+GOALS = {"forward": 5.0, "training": 4.0, "longformer": 2.0, "memory": 1.5}
+GOAL_LENGTH, SHORT_LENGTH = 4096, 1024
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--rows", type=int, nargs="+", help="try these numbers of queries in a block, attention alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden_size", type=int, default=HEADS * HEAD_DIM, help="of the layers; heads of 64")
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    args = parser.parse_args(arguments)
+    if min(args.lengths) % WINDOW or args.hidden_size % HEAD_DIM:
+        parser.error(f"--lengths must be multiples of {WINDOW}, as Longformer's layer asks, and --hidden_size of 64")
+    return args
+
+
+def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of full attention and of windows: {"forward" | "training": {peer: ms}}."""
+    inputs = make_inputs((1, heads, length, HEAD_DIM), "plain", args.device, getattr(torch, args.dtype))
+    peers, row = make_peers(args.device, PEERS), {"length": length, "usage": {}}
+    for mode in MODES:
+        steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+    return row
+
+
+def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
+    """Return `measure_attention` for each number of queries in a block."""
+    kept, found = window_blocks.WINDOW_ROWS, []
+    for rows in args.rows or ():
+        window_blocks.WINDOW_ROWS = (rows,)
+        found += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
+    window_blocks.WINDOW_ROWS = kept
+    return found
+
+
+def layer_sizes(hidden_size: int) -> dict[str, Any]:
+    """Return the fields of a BERT of one layer, BERT-base's where the states are 768 wide; without dropout."""
+    return {
+        "hidden_size": hidden_size,
+        "num_attention_heads": hidden_size // HEAD_DIM,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": 1,
+        "vocab_size": 100,
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+    }
+
+
+def bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
+    """Return the layer of our BERT with these fields: a function of states [1, n, hidden size]."""
+    config = hf_attn_variants.AttnVariantBertConfig(**layer_sizes(hidden_size), **fields)
+    return hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).encoder.layer[0]
+
+
+def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
+    """Return the layers by name, each a function of states [1, n, hidden size]; without dropout."""
+    window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
+    layers = {FULL: bert_layer(hidden_size), WINDOWED: bert_layer(hidden_size, **window)}
+    layers[OURS] = layers[WINDOWED].attention.self
+    config = transformers.LongformerConfig(**layer_sizes(hidden_size), attention_window=[WINDOW])
+    layers[LONGFORMER] = Longformer(LongformerSelfAttention(config, 0), length)
+    return layers
+
+
+class Longformer(nn.Module):
+    """Upstream's layer as its model calls it, with the global token first."""
+
+    def __init__(self, layer: nn.Module, length: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("mask", torch.zeros(1, length).index_fill(1, torch.arange(GLOBAL_TOKENS), 10000.0))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[1, n, hidden size] to the same."""
+        return self.layer(
+            states,
+            attention_mask=self.mask,
+            is_index_masked=self.mask < 0,
+            is_index_global_attn=self.mask > 0,
+            is_global_attn=True,
+        )[0]
+
+
+def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of whole layers: {"forward" | "training": {layer: ms}}."""
+    dtype, row = getattr(torch, args.dtype), {"length": length, "usage": {}}
+    states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
+    layers = {name: each.to(args.device, dtype) for name, each in make_layers(args.hidden_size, length).items()}
+    for mode in MODES:
+        steps = {name: layer_step(layer, states, mode == "training") for name, layer in layers.items()}
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+    return row
+
+
+def layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
+    """Return one call of a layer, with its backward pass for training."""
+
+    def call() -> torch.Tensor:
+        output = layer(states)
+        return output[0] if isinstance(output, tuple) else output
+
+    return step_of(call, [states, *layer.parameters()], torch.randn_like(states), training)
+
+
+def growth(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
+    """Return the exponent of the length by which time grows, from a line fitted to logarithms of both; 1 = linear."""
+    rows = [row for row in rows if row["length"] >= SHORT_LENGTH and row[mode][peer] is not None]
+    if len(rows) < 2:
+        return None
+    logs = torch.tensor([[row["length"], row[mode][peer]] for row in rows], dtype=torch.float64).log()
+    centred = logs - logs.mean(0)
+    return ((centred[:, 0] * centred[:, 1]).sum() / centred[:, 0].square().sum()).item()
+
+
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what was to be reached, with what was measured, for the lengths that were."""
+    found = []
+    for row in report["attention"]:
+        for mode in MODES:
+            least = {GOAL_LENGTH: GOALS[mode], SHORT_LENGTH: 1.0}.get(row["length"])
+            if least is not None:
+                ratio = row[mode]["sdpa"] / row[mode]["window"]
+                found.append({"what": f"times full attention's speed, {mode}, {row['length']} tokens", "least": least})
+                found[-1] |= {"measured": ratio, "met": ratio >= least}
+    for row in report["layers"]:
+        for mode in MODES if row["length"] == GOAL_LENGTH else ():
+            ratio = row[mode][LONGFORMER] / row[mode][OURS]
+            found.append({"what": f"times Longformer's speed, {mode}", "least": GOALS["longformer"]})
+            found[-1] |= {"measured": ratio, "met": ratio >= GOALS["longformer"]}
+    for row in report["peak_memory"]:
+        for mode in MODES:
+            if row["shape"][2] >= GOAL_LENGTH and row[mode]["sdpa"]:
+                ratio = row[mode]["window"] / row[mode]["sdpa"]
+                what = f"full attention's memory, {mode}, {row['shape'][2]} tokens"
+                found.append(
+                    {"what": what, "most": GOALS["memory"], "measured": ratio, "met": ratio <= GOALS["memory"]}
+                )
+    return found
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each length, print the figures; returns the report."""
+    torch.manual_seed(0)
+    torch.set_num_threads(args.num_threads)
+    transformers.logging.set_verbosity_error()
+    heads = args.hidden_size // HEAD_DIM
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report = {"arguments": arguments, "machine": machine(args.device), "window": WINDOW, "heads": heads}
+    report["memory"] = memory_now()
+    report |= {"attention": [], "layers": [], "peak_memory": [], "rows": []}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"sliding_window_{args.device}.json"
+    if "memory" in args.parts and not args.rows and args.memory != "kept":  # of peaks, which kept memory hides
+        measured = cpu_memory if args.device == "cpu" else cuda_memory
+        peers = PEERS if args.device == "cpu" else make_peers(args.device, PEERS)
+        others = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)
+        report["peak_memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *others)
+    report["rows"] = measure_rows(args, heads)
+    for length in tqdm([] if args.rows else args.lengths, desc="lengths"):
+        if "attention" in args.parts:
+            report["attention"].append(measure_attention(length, heads, args))
+        if "layers" in args.parts:
+            report["layers"].append(measure_layers(length, args))
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+    report["growth"] = {f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in PEERS for mode in MODES}
+    report["targets"] = targets(report)
+    atomic_write(path, json.dumps(report, indent=1) + "\n")
+    for row in (*report["rows"], *report["attention"], *report["layers"], *report["peak_memory"]):
+        print(json.dumps(row))
+    for each in report["targets"]:
+        bound = f"at least {each['least']}" if "least" in each else f"at most {each['most']}"
+        print(f"{each['what']}: {each['measured']:.2f} ({bound}: {'met' if each['met'] else 'NOT met'})")
+    print(f"time grows with the length to the power of: {report['growth']}\nwrote {path}")
+    return report
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

@@ -1,0 +1,160 @@
+"""Does CTranslate2 write the tokens of `generate`, of checkpoints that `attn-variants export --to ctranslate2` wrote?
+
+Each translation model as it is and with fewer key/value heads (averaged), 50 sentences of Multi30k's validation set in
+one padded batch, greedy and with 4 beams; a Whisper as it is and with 2 heads in the decoder, on recordings. Beams are
+compared by the same sums (a length penalty of 0), and by each library's defaults. A machine's speed does not matter.
+
+Example:
+    python -m benchmarks.speed.ctranslate2_tokens --model ../shared/data/checkpoints/t5-mini-multi30k-en-de
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import torch
+import transformers
+
+import hf_attn_variants
+from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.export.ctranslate2 import export_ctranslate2
+from hf_attn_variants.files import atomic_write
+
+FOLDER = Path(__file__).resolve().parent
+# Of the encoder and of the decoder, in self- and cross-attention; None: as many as queries.
+HEADS = ((None, None), (2, 2), (1, 1), (4, 1), (None, 2))
+SENTENCES, NEW_TOKENS, HEARD_TOKENS = 50, 60, 120
+# What is compared in which precision; of the others float32 says enough.
+QUANTIZATIONS = {"float32": ("greedy", "4 beams", "4 beams, defaults"), "int8": ("greedy",), "bfloat16": ("greedy",)}
+SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"num_beams": 1}, {"beam_size": 1, "min_decoding_length": 0}),
+    "4 beams": (
+        {"num_beams": 4, "length_penalty": 0.0, "early_stopping": False},
+        {"beam_size": 4, "length_penalty": 0, "min_decoding_length": 0},
+    ),
+    "4 beams, defaults": ({"num_beams": 4}, {"beam_size": 4}),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, nargs="*", default=[], help="folders of models that translate English")
+    parser.add_argument("--whisper", type=Path, help="folder of a Whisper")
+    parser.add_argument("--audio_dir", type=Path, help="recordings for it")
+    parser.add_argument("--recordings", type=int, default=12, help="how many of them")
+    parser.add_argument("--data_dir", type=Path, default=FOLDER.parents[2] / "shared/data")
+    parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    """Convert, export, compare, write the JSON after each row."""
+    transformers.logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    versions = {"ctranslate2": ctranslate2.__version__, "transformers": transformers.__version__}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for row in itertools.chain(*(translations(path, args) for path in args.model), transcriptions(args)):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        result = versions | {"torch": torch.__version__, "runs": rows}
+        atomic_write(args.output_dir / "ctranslate2_tokens.json", json.dumps(result, indent=1) + "\n")
+
+
+def converted(source: Path, encoder: int | None, decoder: int | None, folder: Path) -> Path:
+    """Return the folder of a checkpoint with fewer heads; the source's where none are fewer."""
+    fields = {"num_key_value_heads": decoder, "encoder_num_key_value_heads": encoder}
+    fields = {name: heads for name, heads in fields.items() if heads is not None}
+    if not fields:
+        return source
+    hf_attn_variants.convert(source, **fields, method="mean", output_dir=folder)
+    return folder
+
+
+def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each conversion of a translation model, each precision and each search."""
+    with gzip.open(args.data_dir / "multi30k/val.en.gz", "rt", encoding="utf-8") as file:
+        lines = [line.strip() for line in itertools.islice(file, SENTENCES)]
+    for encoder, decoder in HEADS:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = converted(source, encoder, decoder, Path(scratch) / "model")
+            model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+            end = model.generation_config.eos_token_id
+            for quantization, searches in QUANTIZATIONS.items():
+                target = Path(scratch) / quantization
+                written = export_ctranslate2(folder, target, quantization=quantization)
+                tokenizer: Any = transformers.AutoTokenizer.from_pretrained(target)
+                translator = ctranslate2.Translator(str(target), intra_threads=torch.get_num_threads())
+                batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
+                texts = [tokenizer.convert_ids_to_tokens(tokenizer(line).input_ids) for line in lines]
+                for search in searches:
+                    ours, theirs = SEARCHES[search]
+                    tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **ours)
+                    expected = [until(row[1:], end) for row in tokens.tolist()]
+                    found = translator.translate_batch(texts, max_decoding_length=NEW_TOKENS, **theirs)
+                    numbers = [tokenizer.convert_tokens_to_ids(each.hypotheses[0]) for each in found]
+                    yield row_of(source, written, search, expected, numbers, target)
+
+
+@torch.no_grad()
+def transcriptions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each conversion of the Whisper: greedy transcripts."""
+    if args.whisper is None:
+        return
+    files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)[: args.recordings]
+    for decoder in (None, 2):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = converted(args.whisper, None, decoder, Path(scratch) / "model")
+            model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
+            processor: Any = transformers.AutoProcessor.from_pretrained(args.whisper)
+            samples = [load_audio(path)[0] for path in files]
+            rate = processor.feature_extractor.sampling_rate
+            features = [processor(each, sampling_rate=rate, return_tensors="pt").input_features for each in samples]
+            batch = torch.cat(features)
+            options = {"language": "en", "task": "transcribe", "num_beams": 1, "max_new_tokens": HEARD_TOKENS}
+            tokens = model.generate(batch, attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long), **options)
+            end, start = model.generation_config.eos_token_id, model.generation_config.no_timestamps_token_id
+            expected = [until(row[row.index(start) + 1 if start in row else 0 :], end) for row in tokens.tolist()]
+            names = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+            prompt = processor.tokenizer.convert_tokens_to_ids(names)
+            for quantization in QUANTIZATIONS:
+                target = Path(scratch) / quantization
+                written = export_ctranslate2(folder, target, quantization=quantization)
+                whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
+                heard = ctranslate2.StorageView.from_array(batch.numpy())
+                found = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
+                yield row_of(args.whisper, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
+
+
+def until(row: list[int], end: int) -> list[int]:
+    """Return the tokens before the end token."""
+    return row[: row.index(end)] if end in row else row
+
+
+def row_of(
+    source: Path, written: Any, search: str, expected: list[list[int]], found: list[list[int]], target: Path
+) -> dict[str, Any]:
+    """Return a row of the JSON."""
+    return {
+        "model": source.name,
+        "encoder_heads": written.heads["encoder_num_key_value_heads"][1],
+        "decoder_heads": written.heads["num_key_value_heads"][1],
+        "quantization": written.quantization,
+        "search": search,
+        "same": sum(map(list.__eq__, expected, found)),
+        "of": len(expected),
+        "megabytes": round((target / "model.bin").stat().st_size / 1e6, 1),
+    }
+
+
+if __name__ == "__main__":
+    main(parse_args())

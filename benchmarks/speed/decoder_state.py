@@ -1,0 +1,116 @@
+"""What a T5's decoder keeps of its own tokens, and how long one more takes, by how many there are: kernels, a softmax.
+
+T5-small's shape and random weights: neither time nor bytes depend on them. Kernels need positions that are no bias, so
+those models have sinusoids, beside a softmax with the same and upstream's T5, whose bias is made anew each step. The
+contestants take turns, a token each; a time is the median over rounds. Bytes are of self-attention, all layers.
+
+Example:
+    python -m benchmarks.speed.decoder_state --num_threads 2
+    python -m benchmarks.speed.decoder_state --lengths 64 128 --rounds 3 --output_dir states
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
+
+from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
+from benchmarks.machine import machine
+from benchmarks.speed.decode import SHAPES
+from benchmarks.speed.talking_heads_peers import interleaved
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
+from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.upstream import cache_name, cache_of
+
+UPSTREAM = "upstream"
+PEERS = {
+    UPSTREAM: None,
+    "softmax": {},
+    "elu": {"attention_kernel": "elu"},
+    "hedgehog": {"attention_kernel": "hedgehog"},
+    "hybrid, window 64": {"attention_kernel": "hybrid", "attention_window": 64},
+    "hedgehog, softmax in 2 of 6 layers": {
+        "per_layer_values": {"attention_kernel": ["hedgehog", None, None, *["hedgehog"] * 3]}
+    },
+}
+SOURCE, CHUNK = 64, 512  # tokens of the source; of the decoder in one call, until it has read what is before a step
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def make_models() -> dict[str, PreTrainedModel]:
+    """Return the contestants by name."""
+    shape = SHAPES["t5-small"]
+    models = {UPSTREAM: T5ForConditionalGeneration(T5Config(**shape))}
+    for name, fields in PEERS.items():
+        if fields is not None:
+            config = AttnVariantT5Config(**shape, position_embedding_type="sinusoidal", **fields)
+            models[name] = AttnVariantT5ForConditionalGeneration(config)
+    return {name: model.eval() for name, model in models.items()}
+
+
+@torch.no_grad()
+def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callable[[], None], int]:
+    """Return a step that decodes one token more after `length` others, and the bytes that are kept of these."""
+    tokens = torch.randint(2, model.config.vocab_size, (batch_size, length))
+    source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
+    cache = None
+    for some in tokens.split(CHUNK, dim=1):
+        cache = cache_of(
+            model(encoder_outputs=source, decoder_input_ids=some, **{cache_name(): cache}, use_cache=True)
+        )
+
+    def step() -> None:
+        with torch.no_grad():
+            model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], **{cache_name(): cache}, use_cache=True)
+
+    return step, kept_bytes(cache.self_attention_cache)
+
+
+def kept_bytes(cache: Any) -> int:
+    """Return the bytes of a cache's layers: keys and values, or sums."""
+    kept = 0
+    for layer in cache.layers:
+        is_state = isinstance(layer, KernelStateLayer)
+        tensors = layer.state if is_state else (layer.keys, layer.values)
+        kept += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return kept
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each length, print the figures; returns the report."""
+    torch.manual_seed(0)
+    torch.set_num_threads(args.num_threads)
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "steps": []}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path, models = args.output_dir / "decoder_state_cpu.json", make_models()
+    for length in tqdm(args.lengths, desc="lengths"):
+        found = {name: after(model, length, args.batch_size) for name, model in models.items()}
+        times, usage = interleaved({name: step for name, (step, _) in found.items()}, "cpu", args.rounds)
+        kept = {name: size for name, (_, size) in found.items()}
+        report["steps"].append({"length": length, "step_ms": times, "bytes": kept, "usage": {"step_ms": usage}})
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+        tqdm.write(json.dumps(report["steps"][-1]))
+    return report
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

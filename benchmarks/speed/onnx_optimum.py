@@ -1,0 +1,143 @@
+"""Does optimum run the ONNX graphs that `attn-variants export` writes, and give the tokens of `generate`?
+
+The T5 for Multi30k with 8, 2 and 1 key/value heads (averaged), 50 sentences of its validation set, greedy and with 4
+beams, and all-MiniLM-L6-v2 with 4 of 12. optimum-onnx asks for an earlier transformers than this package, so both are
+installed in a folder of their own over the Python, torch and ONNX Runtime that run this. Needs a package index.
+
+Example:
+    python -m benchmarks.speed.onnx_optimum --model MINILM
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+# The last transformers that optimum-onnx 0.1.0 admits, and what that one asks for.
+PACKAGES = ["optimum-onnx==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "huggingface-hub<1", "tokenizers<0.23"]
+T5, HEADS, BEAMS, SENTENCES, NEW_TOKENS = "checkpoints/t5-mini-multi30k-en-de", (8, 2, 1), (1, 4), 50, 40
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="folder of all-MiniLM-L6-v2")
+    parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/optimum", help="kept between runs")
+    parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    """Export, run the graphs by optimum in a process of its own, compare, write the JSON."""
+    import transformers
+
+    import hf_attn_variants  # here, since the worker's transformers is older than the package takes
+    from hf_attn_variants.export.onnx import export_onnx
+    from hf_attn_variants.files import atomic_write
+
+    transformers.logging.set_verbosity_error()
+    with gzip.open(args.data_dir / "multi30k/val.en.gz", "rt") as file:
+        lines = list(itertools.islice(map(str.strip, file), SENTENCES))
+    asked: dict[str, Any] = {"graphs": {}, "inputs": {}}
+    expected = {}
+    sources = {f"T5, {heads} of 8 heads": (args.data_dir / T5, heads) for heads in HEADS}
+    sources |= {"MiniLM, 4 of 12 heads": (args.model, 4)} if args.model else {}
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    for name, (source, heads) in sources.items():
+        auto = transformers.AutoModel if name.startswith("MiniLM") else transformers.AutoModelForSeq2SeqLM
+        model = hf_attn_variants.convert(auto.from_pretrained(source), num_key_value_heads=heads, method="mean").eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        folder, graphs = (args.work_dir / f"{kind}-{name.split(',')[0]}-{heads}" for kind in ("model", "onnx"))
+        for each in (folder, graphs):
+            shutil.rmtree(each, ignore_errors=True)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        export_onnx(folder, graphs)
+        asked["graphs"][name] = str(graphs)
+        # The worker's transformers cannot read the tokenizer of a later one, so it is given token ids.
+        asked["inputs"][name] = dict(tokenizer(lines, padding=True))
+        expected[name] = outputs(model, asked["inputs"][name])
+    found = by_optimum(asked, args.work_dir)
+    rows = []
+    for name, outs in expected.items():
+        for kind, value in outs.items():
+            other = found["outputs"][name][kind]
+            same = value == other if kind != "states" else None
+            off = float((torch.tensor(value) - torch.tensor(other)).abs().max()) if kind == "states" else None
+            rows.append({"model": name, "compared": kind, "same": same, "largest_difference": off})
+            print(json.dumps(rows[-1]), flush=True)
+    result = {key: found[key] for key in ("optimum_onnx", "transformers")} | {
+        "saved_with": transformers.__version__,
+        "sentences": SENTENCES,
+        "runs": rows,
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(args.output_dir / "onnx_optimum.json", json.dumps(result, indent=1) + "\n")
+
+
+@torch.no_grad()
+def outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
+    """Return the tokens of each number of beams, or an encoder's states of the first text."""
+    given = {key: torch.tensor(value) for key, value in inputs.items()}
+    if not model.can_generate():
+        return {"states": model(**given).last_hidden_state[0].tolist()}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return {f"beams {beams}": model.generate(**given, num_beams=beams, **options).tolist() for beams in BEAMS}
+
+
+def by_optimum(asked: dict[str, Any], work_dir: Path) -> dict[str, Any]:
+    """Run this file as a worker, under optimum and its transformers; install them the first time."""
+    folder = work_dir / "packages"
+    if not folder.is_dir():
+        stage = work_dir / ".packages"
+        shutil.rmtree(stage, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(stage)]
+        subprocess.run([*pip, *PACKAGES], check=True)
+        stage.rename(folder)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve()), "--worker"],
+        input=json.dumps(asked),
+        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def worker() -> None:
+    """Read what is asked from the standard input, run the graphs by optimum, print their outputs as JSON."""
+    from importlib.metadata import version
+
+    from optimum.onnxruntime import ORTModelForFeatureExtraction, ORTModelForSeq2SeqLM
+
+    asked = json.load(sys.stdin)
+    found = {}
+    for name, folder in asked["graphs"].items():
+        ort_class = ORTModelForFeatureExtraction if name.startswith("MiniLM") else ORTModelForSeq2SeqLM
+        found[name] = outputs(ort_class.from_pretrained(folder), asked["inputs"][name])
+    versions = {"optimum_onnx": version("optimum-onnx"), "transformers": version("transformers")}
+    print(json.dumps(versions | {"outputs": found}))
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.worker:
+        worker()
+    else:
+        main(args)

@@ -1,0 +1,106 @@
+"""What to serve a model with on a CPU: transformers, `share_memory`, int8, fewer heads and CTranslate2, in turn.
+
+Random weights: speed does not depend on them. It is `attn-variants benchmark --serving` over several sizes. An
+encoder-decoder generates, its encoder included; an encoder reads. A time is the median over rounds, a peak that of a
+process with the engine alone.
+
+Example:
+    python -m benchmarks.speed.serving --shape t5-small --batch_size 8 --source_length 512 --num_beams 1 4
+    python -m benchmarks.speed.serving --shape opus-mt --batch_size 1 8 --source_length 64 --num_key_value_heads 2
+    python -m benchmarks.speed.serving --shape whisper-base --batch_size 1 8 --num_beams 1 5
+"""
+
+import argparse
+from typing import Any
+
+from transformers import AutoConfig
+
+from benchmarks.kept_memory import run
+from benchmarks.speed.decode import MARIANS, SHAPES
+from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
+from hf_attn_variants.inspection.page_faults import way_now
+from hf_attn_variants.serving.measure import advice, measure_serving
+
+WHISPERS = {
+    "tiny-whisper": {"d_model": 32, "vocab_size": 100, "max_source_positions": 20, "num_mel_bins": 8}
+    | {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    | {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    | {"decoder_start_token_id": 2, "suppress_tokens": [], "begin_suppress_tokens": []},
+    "whisper-base": {"d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 2048}
+    | {"decoder_ffn_dim": 2048, "encoder_attention_heads": 8, "decoder_attention_heads": 8},
+}
+ENCODERS = {
+    "tiny-bert": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256},
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "bert-base": {},
+}
+HEADS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "bert": "BertModel"}
+HEADS |= {"whisper": "WhisperForConditionalGeneration"}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=(*SHAPES, *WHISPERS, *ENCODERS), default="t5-small")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
+    parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
+    args = parse_sizes(parser, arguments)
+    if args.shape in ENCODERS:
+        args.num_beams = [1]
+    if args.shape in WHISPERS:
+        args.source_length = [WHISPERS[args.shape].get("max_source_positions", 1500)]
+    return args
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """Return the config.json of a shape."""
+    kind, fields = "marian" if shape in MARIANS else "t5", SHAPES.get(shape, {}) | {"decoder_start_token_id": 0}
+    if shape in ENCODERS or shape in WHISPERS:
+        kind = "bert" if shape in ENCODERS else "whisper"
+        fields = ENCODERS[shape] if shape in ENCODERS else WHISPERS[shape]
+    return AutoConfig.for_model(kind, **fields).to_dict() | {"architectures": [HEADS[kind]]}
+
+
+def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, length: int, beams: int) -> dict:
+    """Return the times of one size in milliseconds, the peaks in bytes, and the advice."""
+    table = measure_serving(
+        config,
+        checkpoint=args.shape,
+        kv_heads=args.num_key_value_heads,
+        batch_size=batch_size,
+        length=length,
+        max_new_tokens=args.max_new_tokens,
+        num_beams=None if args.shape in ENCODERS else beams,
+        rounds=args.rounds,
+        peak_memory=not args.no_peak_memory and way_now() == "glibc",  # whose processes have glibc as it is
+    )
+    rows = {row.engine.name: row for row in table.rows}
+    return {
+        "batch_size": batch_size,
+        "source_length": length,
+        "num_beams": beams,
+        "milliseconds": {name: row.milliseconds for name, row in rows.items()},
+        "all_milliseconds": {name: row.all_milliseconds for name, row in rows.items()},
+        "first_milliseconds": {name: row.first_milliseconds for name, row in rows.items()},
+        "peak_bytes": {name: row.peak_bytes for name, row in rows.items()},
+        "usage": {"milliseconds": {name: row.usage for name, row in rows.items()}},
+        "advice": advice(table),
+    }
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each size, print the figures; returns the report."""
+    config = config_of(args.shape)
+    return measure_sizes(args, f"serving_{args.shape}_cpu", lambda *size: measure(args, config, *size), row_text)
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return what is printed of a row."""
+    times = row["milliseconds"]
+    base = next(iter(times.values()))
+    found = ", ".join(f"{name} {time:.1f} ms ({base / time:.2f}x)" for name, time in times.items())
+    return f"{found}. {row['advice']}"
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

@@ -1,0 +1,127 @@
+"""Whole attention layers, x-transformers' too where it is installed, and training steps, for `talking_heads.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import torch
+from torch import nn
+
+import hf_attn_variants
+from benchmarks.speed.talking_heads_peers import interleaved, make_peers, step_of
+
+try:  # a peer only: the package needs it for nothing
+    from x_transformers.x_transformers import Attention as PeerAttention
+except ImportError:
+    PeerAttention = None
+
+PEER = "x-transformers talking heads"
+PEER_FLASH = "x-transformers flash"
+# What the models of `measure_training_steps` are called: their talking heads and attention implementation.
+MODELS = {
+    "MHA": (None, "sdpa"),
+    "talking heads": ("both", "sdpa"),
+    "talking heads, eager": ("both", "eager"),
+}
+
+
+class Layer(nn.Module):
+    """The four projections around one of the attention functions of `make_peers`, without biases."""
+
+    def __init__(self, attend: Callable, heads: int, head_dim: int):
+        super().__init__()
+        self.attend, self.heads, self.head_dim = attend, heads, head_dim
+        size = heads * head_dim
+        self.maps = nn.ModuleList([nn.Linear(size, size, bias=False) for _ in range(4)])
+        self.logits_proj = nn.Parameter(torch.eye(heads))
+        self.weights_proj = nn.Parameter(torch.eye(heads))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[b, n, h * d] to the same."""
+        query, key, value = (
+            linear(states).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for linear in self.maps[:3]
+        )
+        options = {"scaling": self.head_dim**-0.5, "is_causal": False, "dropout": 0.0, "bias": None}
+        options |= {"logits_proj": self.logits_proj, "weights_proj": self.weights_proj}
+        return self.maps[3](self.attend(query, key, value, **options).flatten(2))
+
+
+def peer_version() -> str:
+    """The version of x-transformers, or "absent"."""
+    return "absent" if PeerAttention is None else version("x-transformers")
+
+
+def make_layers(peers: dict[str, Callable], heads: int, head_dim: int) -> dict[str, nn.Module]:
+    """Every peer as a whole attention layer, and x-transformers' two."""
+    layers: dict[str, nn.Module] = {name: Layer(attend, heads, head_dim) for name, attend in peers.items()}
+    if PeerAttention is not None:
+        size = {"dim": heads * head_dim, "dim_head": head_dim, "heads": heads}
+        layers[PEER] = PeerAttention(**size, pre_talking_heads=True, post_talking_heads=True)
+        layers[PEER_FLASH] = PeerAttention(**size, flash=True)
+    return layers
+
+
+def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: str, dtype, rounds: int) -> dict:
+    """Median milliseconds of whole attention layers: {"forward" | "training": {layer: ms}}."""
+    b, h, n, d = shape
+    states = torch.randn(b, n, h * d, device=device, dtype=dtype, requires_grad=True)
+    layers = make_layers(make_peers(device, peers), h, d)
+    for layer in layers.values():
+        layer.to(device, dtype)
+    times: dict = {"usage": {}}
+    for mode in ("forward", "training"):
+        steps = {
+            name: step_of(
+                lambda layer=layer: layer(states),
+                [states, *layer.parameters()],
+                torch.randn_like(states),
+                mode == "training",
+            )
+            for name, layer in layers.items()
+        }
+        times[mode], times["usage"][mode] = interleaved(steps, device, rounds)
+    return times
+
+
+def measure_training_steps(
+    layers: int, batch: int, length: int, device: str, dtype, rounds: int, **config_fields: int
+) -> tuple[dict, dict]:
+    """Median milliseconds of a training step (forward, backward, AdamW) of BERT-base-shaped encoders, dropout 0.
+
+    Without a language-model head and with a small vocabulary: what is left is what every layer costs, so that the
+    ratio does not shrink by what both models share. A whole 12-layer BERT-base is nearer to 1 than this.
+
+    Args:
+        layers: of each model.
+        batch, length: of the random tokens; no padding.
+        device, dtype: where and in what.
+        rounds: in which the models take turns.
+        config_fields: sizes other than BERT-base's.
+    """
+    ids = torch.randint(5, 1000, (batch, length), device=device)
+    steps = {}
+    for name, (talking_heads, implementation) in MODELS.items():
+        config = hf_attn_variants.AttnVariantBertConfig(
+            num_hidden_layers=layers,
+            vocab_size=1000,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            talking_heads=talking_heads,
+            **config_fields,
+        )
+        model = hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).to(device, dtype).train()
+        model.set_attn_implementation(implementation)
+        steps[name] = _training_step(model, ids)
+    return interleaved(steps, device, rounds)
+
+
+def _training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step():
+        optimizer.zero_grad()
+        model(input_ids=ids).last_hidden_state.square().mean().backward()
+        optimizer.step()
+
+    return step

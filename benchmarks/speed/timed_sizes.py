@@ -1,0 +1,72 @@
+"""What the benchmarks of live models share: a random encoder-decoder of a shape, and a report that grows by sizes."""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument
+from benchmarks.machine import machine
+from benchmarks.speed.decode import MARIANS, SHAPES
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
+
+Row = dict[str, Any]
+
+
+def random_model(shape: str) -> Any:
+    """Return a model of transformers' own with the sizes of a shape; it ends no sentence by itself."""
+    kind, fields = "marian" if shape in MARIANS else "t5", SHAPES[shape] | {"decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line of a benchmark that calls `measure_sizes`, whose own flags the parser has."""
+    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens of a text")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of encoder-decoders")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="of encoder-decoders")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    parser.add_argument("--run_name", help="the file's name; default: made of the shape")
+    args = parser.parse_args(arguments)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+    return args
+
+
+def measure_sizes(
+    args: argparse.Namespace, name: str, measure: Callable[[int, int, int], Row], row_text: Callable[[Row], str]
+) -> Row:
+    """Measure each size, write the JSON after it, print its figures; returns the report.
+
+    Args:
+        args: with `batch_size`, `source_length`, `num_beams`, `num_threads`, `output_dir` and `run_name`.
+        name: the file's, where nobody says another.
+        measure: returns the row of a size: sentences, tokens of a source, beams.
+        row_text: the line to print for a row.
+    """
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.num_threads)
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report: Row = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "runs": []}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"{args.run_name or name}.json"
+    for size in itertools.product(args.batch_size, args.source_length, args.num_beams):
+        report["runs"].append(measure(*size))
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+        row = report["runs"][-1]
+        where = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+        print(f"{where}: {row_text(row)}", flush=True)
+    return report

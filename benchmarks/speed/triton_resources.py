@@ -1,0 +1,222 @@
+"""Compiles the Triton kernels of talking-heads attention for GPUs that need not be there, and tells what they take.
+
+Forward and backward run on tensors without data ("meta"); each launch is recorded and compiled for the chosen compute
+capabilities, exactly as it would be there. cuobjdump then says how many registers a thread uses and how many bytes of
+stack (what did not fit into registers), and the kernel how much shared memory a block asks for. It shows that the
+kernels compile and fit; it says nothing of their speed. Needs triton (any build: `pip install triton`), not torch's
+CUDA build.
+
+Example:
+    python -m benchmarks.speed.triton_resources --capabilities 80 90
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_attn_variants.files import atomic_write
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUT = ROOT / "benchmarks/speed/results/triton_resources.json"
+# Shared memory that one block may ask for, KiB, by compute capability: A100, consumer Ampere, Ada, Hopper
+# (CUDA C++ programming guide, "technical specifications per compute capability").
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
+HEADS = [(12, 12, 12), (32, 32, 32), (64, 64, 64), (8, 16, 12)]
+LENGTHS = [512, 8192]
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "boolean mask, dropout": {"mask": "boolean", "dropout": 0.1},
+    "additive mask, trained bias": {"mask": "additive", "bias": True},
+    "causal, P_l alone": {"causal": True, "weights": False},
+    "P_w alone": {"logits": False},
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+HEAD_DIM = 64
+USAGE = {"registers": "REG", "stack_bytes": "STACK"}  # as cuobjdump writes them
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capabilities", nargs="+", type=int, choices=list(SHARED_KIB), default=[80, 90])
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compile all of it, write the JSON, print the table and return the rows; exits with 1 if something is too big."""
+    import triton
+
+    rows = []
+    for dtype in args.dtypes:
+        for heads in HEADS:
+            for length in args.lengths:
+                for case in args.cases:
+                    settings = CASES[case]
+                    if len(set(heads)) > 1 and not (settings.get("logits", True) and settings.get("weights", True)):
+                        continue  # without one of the projections the numbers of heads around it are equal
+                    for name, launch in launches(DTYPES[dtype], length, heads, **settings):
+                        for capability in args.capabilities:
+                            row = {"dtype": dtype, "heads": heads, "length": length, "case": case, "kernel": name}
+                            rows.append(row | {"capability": capability} | resources(launch, capability))
+                            print(json.dumps(rows[-1]), flush=True)
+    result = {"triton": triton.__version__, "shared_kib_allowed": SHARED_KIB, "rows": rows}
+    atomic_write(args.output, json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    if too_big := [row for row in rows if row["shared_bytes"] > 1024 * SHARED_KIB[row["capability"]]]:
+        raise SystemExit(f"{len(too_big)} kernels ask for more shared memory than a block may have: {too_big[:3]}")
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the Markdown table: the most that any launch takes, by kernel, dtype and capability."""
+    lines = ["| kernel | dtype | compute capability | launches | registers a thread | stack bytes | shared KiB |"]
+    lines.append("| --- " * 7 + "|")
+    keys = dict.fromkeys((row["kernel"], row["dtype"], row["capability"]) for row in rows)
+    for key in sorted(keys):
+        mine = [row for row in rows if (row["kernel"], row["dtype"], row["capability"]) == key]
+        most = [max(row[name] for row in mine) for name in ("registers", "stack_bytes", "shared_bytes")]
+        lines.append(
+            f"| {key[0]} | {key[1]} | {key[2]} | {len(mine)} | {most[0]} | {most[1]} | {most[2] / 1024:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+class _Recorder:
+    """Stands where a kernel is launched and keeps the arguments of the first launch."""
+
+    def __init__(self, kernel: Any):
+        self.kernel, self.arguments, self.options = kernel, None, {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*values: Any, **named: Any) -> None:
+            if self.arguments is None:
+                names = self.kernel.arg_names
+                self.options = {key: value for key, value in named.items() if key not in names}
+                constants = {key: value for key, value in named.items() if key in names}
+                self.arguments = dict(zip(names, values, strict=False)) | constants
+
+        return launch
+
+
+def launches(
+    dtype: torch.dtype,
+    length: int,
+    heads: tuple[int, int, int],
+    mask: str | None = None,
+    bias: bool = False,
+    causal: bool = False,
+    dropout: float = 0.0,
+    logits: bool = True,
+    weights: bool = True,
+) -> Iterator[tuple[str, _Recorder]]:
+    """Yield ("forward" or "backward", its recorded launch) for one call on tensors without data.
+
+    Args:
+        heads: h_k, h and h_v.
+        mask: "boolean" or "additive", [1, 1, n, n].
+        bias: whether there is a position bias that needs a gradient.
+        logits, weights: whether there is P_l, P_w.
+    """
+    from hf_attn_variants.modeling.ops import triton_attention as kernels
+    from hf_attn_variants.modeling.ops.attention_operands import Operands
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    query, key = (empty(2, heads[0], length, HEAD_DIM) for _ in range(2))
+    value = empty(2, heads[2], length, HEAD_DIM)
+    masks = {
+        None: None,
+        "boolean": empty(1, 1, length, length, of=torch.bool),
+        "additive": empty(1, 1, length, length),
+    }
+    operands = Operands(
+        query,
+        key,
+        value,
+        masks[mask],
+        empty(1, heads[1], length, length, of=torch.float32) if bias else None,
+        empty(*heads[:2], of=torch.float32) if logits else None,
+        empty(*heads[1:], of=torch.float32) if weights else None,
+        empty(1, of=torch.int64) if dropout else None,
+        HEAD_DIM**-0.5,
+        causal,
+        dropout,
+    )
+    recorders = {"forward": _Recorder(kernels.forward_kernel), "backward": _Recorder(kernels.backward_kernel)}
+    kept = kernels.forward_kernel, kernels.backward_kernel
+    kernels.forward_kernel, kernels.backward_kernel = recorders.values()
+    try:
+        output, statistics = kernels.triton_forward(operands)
+        kernels.triton_backward(torch.empty_like(output), statistics, bias, operands)
+    finally:
+        kernels.forward_kernel, kernels.backward_kernel = kept
+    yield from recorders.items()
+
+
+def resources(launch: _Recorder, capability: int) -> dict[str, int]:
+    """Compile a launch; return registers a thread, stack bytes, shared bytes and warps."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        # As triton specialises a launch: absent pointers and ones are constants, multiples of 16 are noted.
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and type(value) is int and value == 1):
+            signature[parameter.name], constants[index,] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name], divisible = POINTERS[value.dtype], True
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            divisible = specialised and not parameter.do_not_specialize_on_alignment
+            divisible = divisible and isinstance(value, int) and value % 16 == 0
+        if divisible:
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    return {
+        **_usage(compiled.asm["cubin"]),
+        "shared_bytes": compiled.metadata.shared,
+        "warps": launch.options["num_warps"],
+        "block": launch.arguments["BLOCK"],
+    }
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__path__[0], "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True)
+    if said.returncode:
+        raise OSError(f"{tool} cannot read the kernel: {said.stderr or said.stdout}")
+    return {name: int(re.search(rf"{field}:(\d+)", said.stdout)[1]) for name, field in USAGE.items()}
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,270 @@
+"""What `TrainingLoop` costs over a bare PyTorch loop of the same model, data and optimiser, and how long it waits for
+data.
+
+Two tasks: classification of rows that were tokenised beforehand, and masked-LM pretraining, whose text is tokenised,
+packed and masked while the model trains, without a worker. A third, classification by a model of next to no size,
+shows the loop's own milliseconds, which the noise of long steps hides. Both loops run by turns, some steps each; the
+figures are medians over the turns, and the two loops' losses must agree. Overhead and waiting are in CPU time of the
+process, to which other work on the machine matters little; the JSON has the time on the clock beside it.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from benchmarks.kept_memory import add_memory_argument, run
+from benchmarks.machine import machine
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
+from hf_attn_variants.training.classification.evaluation import classification_objective
+from hf_attn_variants.training.engine.dataloaders import (
+    EpochSampler,
+    create_stream_dataloader,
+    create_train_dataloader,
+)
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.engine.loop_settings import LoopSettings
+from hf_attn_variants.training.engine.losses import Objective
+from hf_attn_variants.training.engine.masking import MaskedLMPreparation
+from hf_attn_variants.training.engine.tracking import library_versions
+from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
+from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "classification, a tiny model"
+TASKS = ("classification", "masked LM", TINY)
+TINY_SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
+EPILOG = """example (all-MiniLM-L6-v2; the text is one article after another, an empty line between them):
+  OMP_NUM_THREADS=1 python -m benchmarks.train.loop_overhead --model_name_or_path MINILM \\
+      --train_file wikipedia/train-*.gz"""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model_name_or_path", required=True, help="A BERT or ALBERT with its tokenizer.")
+    parser.add_argument("--train_file", required=True, nargs="+", help="Text, .txt or .gz.")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=32, help="Tokens of an example.")
+    parser.add_argument("--steps", type=int, default=30, help="Steps of a turn.")
+    parser.add_argument("--turns", type=int, default=10, help="Turns of each loop.")
+    parser.add_argument("--output", default=str(ROOT / "benchmarks/train/results/loop_overhead.json"))
+    add_memory_argument(parser)
+    return parser.parse_args(argv)
+
+
+class TimedBatches:
+    """Batches, and the CPU seconds that making them took."""
+
+    def __init__(self, batches: Iterable[dict]):
+        self.batches = batches
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict]:
+        iterator = iter(self.batches)
+        while True:
+            start = time.process_time()
+            batch = next(iterator, None)
+            self.seconds += time.process_time() - start
+            if batch is None:
+                return
+            yield batch
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure both tasks, write the JSON and print the table."""
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, rng_types=[])
+    load = os.getloadavg()
+    rows = [measure(args, accelerator, task) for task in TASKS]
+    result = {
+        "machine": machine("cpu"),
+        "memory": memory_now(),
+        "model": Path(args.model_name_or_path).name,
+        "batch_size": args.batch_size,
+        "length": args.length,
+        "device": f"CPU, {torch.get_num_threads()} threads",
+        "load_average_before": load,
+        "load_average_after": os.getloadavg(),
+        "turns": args.turns,
+        "steps_per_turn": args.steps,
+        "versions": library_versions(),
+        "rows": rows,
+    }
+    atomic_write(args.output, json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    return result
+
+
+def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> dict[str, Any]:
+    """Run both loops by turns.
+
+    Returns:
+        Medians over the turns: seconds a step of either loop, the overhead and the share of waiting for data in %.
+    """
+    set_seed(0)
+    model, objective, loader = make_task(args, accelerator, task)
+    loops = {"bare": bare_turn, "loop": loop_turn}
+    models = {name: copy.deepcopy(model) for name in loops}
+    objectives = {name: objective(models[name]) for name in loops}
+    optimizers = {name: torch.optim.AdamW(models[name].parameters(), LEARNING_RATE, fused=True) for name in loops}
+    # Once, as in a run: preparing is no part of a step.
+    models["loop"], optimizers["loop"] = accelerator.prepare(models["loop"], optimizers["loop"])
+    cpu: dict[str, list[float]] = {name: [] for name in loops}
+    clock: dict[str, list[float]] = {name: [] for name in loops}
+    usages: dict[str, list[Usage]] = {name: [] for name in loops}
+    waits: list[float] = []
+    losses: dict[str, float] = {}
+    for turn in range(args.turns + 1):  # the first one warms up
+        for name in list(loops)[:: 1 if turn % 2 else -1]:
+            batches = TimedBatches(loader)
+            torch.manual_seed(turn)  # of dropout
+            start = time.process_time()
+            with Watch() as watch:
+                losses[name] = loops[name](
+                    accelerator, models[name], optimizers[name], batches, objectives[name], args.steps
+                )
+            used = time.process_time() - start
+            if turn:
+                cpu[name].append(used / args.steps)
+                clock[name].append(watch.usage.seconds / args.steps)
+                usages[name].append(watch.usage)
+            if turn and name == "loop":
+                waits.append(100 * batches.seconds / used)
+        if not math.isclose(losses["bare"], losses["loop"], rel_tol=1e-4):
+            raise ValueError(f"{task}, turn {turn}: the loops' losses differ: {losses}")
+    bare, ours = statistics.median(cpu["bare"]), statistics.median(cpu["loop"])
+    return {
+        "task": task,
+        "bare_cpu_seconds_per_step": bare,
+        "loop_cpu_seconds_per_step": ours,
+        "overhead_percent": 100 * (ours / bare - 1),
+        "overhead_percent_of_turns": [
+            round(100 * (a / b - 1), 2) for a, b in zip(cpu["loop"], cpu["bare"], strict=True)
+        ],
+        "waiting_for_data_percent": statistics.median(waits),
+        "bare_seconds_per_step": statistics.median(clock["bare"]),
+        "loop_seconds_per_step": statistics.median(clock["loop"]),
+        "last_loss": losses["loop"],
+        "usage": {name: summary(found) for name, found in usages.items()},
+    }
+
+
+def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> tuple[nn.Module, Any, Iterable[dict]]:
+    """Return the model, model -> objective, and the batches."""
+    config = AutoConfig.from_pretrained(args.model_name_or_path)
+    if task != "masked LM":
+        if task == TINY:
+            config.update(TINY_SHAPE)
+            model = AutoModelForSequenceClassification.from_config(config)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, config=config)
+        count = args.batch_size * (args.steps + 1)
+        ids = torch.randint(config.vocab_size // 2, config.vocab_size, (count, args.length))
+        data = [
+            {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.tensor(i % 2)}
+            for i, row in enumerate(ids)
+        ]
+        loader = create_train_dataloader(data, EpochSampler(count, 0), args.batch_size, _stack, 0)
+        return model, lambda _: classification_objective(), accelerator.prepare(loader)
+    # Without a pretrained head: its weights are drawn, which is no matter here.
+    model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    prepare = MaskedLMPreparation(tokenizer, args.length, 0.15, seed=0)
+    files = check_text_files(args.train_file)
+    # A turn begins the stream anew, and so pays for filling its shuffling window, which a real run does once a
+    # window: a window of one turn's blocks costs a turn what its own blocks cost.
+    window = args.batch_size * (args.steps + 1)
+    stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)
+    return (
+        model,
+        lambda copied: masked_lm_objective(copied),
+        create_stream_dataloader(accelerator, stream, seed=0),
+    )
+
+
+def _stack(rows: list[dict]) -> dict:
+    return stack_rows([{key: value.numpy() for key, value in row.items()} for row in rows])
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def bare_turn(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: TimedBatches,
+    objective: Objective,
+    steps: int,
+) -> float:
+    """Train as a script without this package would; the mean loss."""
+    model.train()
+    scheduler, losses = _schedule(optimizer), []
+    for _, batch in zip(range(steps), batches, strict=False):
+        loss = objective.loss_sum(model, batch) / objective.count(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return statistics.fmean(losses)
+
+
+def loop_turn(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: TimedBatches,
+    objective: Objective,
+    steps: int,
+) -> float:
+    """Train by `TrainingLoop`, which counts, watches for NaN and SIGTERM, and logs; the mean loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = LoopSettings(output_dir=folder, total_steps=steps, max_grad_norm=MAX_GRAD_NORM, disable_tqdm=True)
+        state = TrainingLoop(accelerator, model, optimizer, _schedule(optimizer), batches, objective, settings).run()
+    return state.loss_total / state.step
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| task | bare loop | TrainingLoop | overhead | waiting for data |", "| --- " * 5 + "|"]
+    for row in rows:
+        seconds = [row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop")]
+        times = [f"{1000 * value:.1f} ms" for value in seconds]
+        extra = 1000 * (seconds[1] - seconds[0])
+        shares = [f"{extra:+.1f} ms, {row['overhead_percent']:+.1f} %", f"{row['waiting_for_data_percent']:.1f} %"]
+        lines.append(f"| {' | '.join([row['task'], *times, *shares])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main, parse_args, output="--output")

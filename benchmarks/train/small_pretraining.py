@@ -1,0 +1,106 @@
+"""What the benchmarks that pretrain a small model share: a vocabulary of its size, and scripts run one by one.
+
+Called itself, it makes such a vocabulary. With thousands of subwords a small model stays a unigram model for hours;
+with little more than the alphabet, a character's neighbours say much about it, and it begins to read its context
+within minutes on one CPU core.
+"""
+
+import argparse
+import shlex
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hf_attn_variants.training.pretraining.text_stream import TextFile
+
+__all__ = ["ROOT", "gate_scores", "main", "make_vocabulary", "parse_args", "run_script", "script", "shown"]
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY_CHARACTERS = 3_000_000
+# Others are spaces to the learner of the vocabulary, and unknown tokens later: they would fill it.
+ALPHABET = frozenset(string.ascii_letters + string.digits + " \n.,;:()-'\"/%&")
+EPILOG = """example:
+  python -m benchmarks.train.small_pretraining --tokenizer google-t5/t5-small --text wikipedia/train-00000.txt.gz \\
+      --size 256 --output_dir vocabulary-256"""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description="Learn a small vocabulary from text.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokenizer", required=True, help="The one whose normalisation and special tokens it has.")
+    parser.add_argument("--text", required=True, help="A file of articles, .txt or .gz; its beginning is read.")
+    parser.add_argument("--size", type=int, required=True, help="Tokens, special ones included.")
+    parser.add_argument("--output_dir", required=True, help="Where the tokenizer is saved.")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Make the vocabulary."""
+    make_vocabulary(args.tokenizer, Path(args.text), Path(args.output_dir), args.size)
+
+
+def make_vocabulary(tokenizer: str, shard: Path, folder: Path, size: int) -> None:
+    """Learn a unigram vocabulary from the beginning of a shard, and save the tokenizer.
+
+    Args:
+        tokenizer: Folder or Hub id of the one whose normalisation and special tokens it takes over.
+        shard: Text.
+        folder: Where it is saved.
+        size: Of the vocabulary, special tokens included.
+    """
+
+    def texts():
+        read = 0
+        for _, text in TextFile(shard).articles():
+            yield "".join(letter if letter in ALPHABET else " " for letter in text)
+            read += len(text)
+            if read > VOCABULARY_CHARACTERS:
+                return
+
+    base = AutoTokenizer.from_pretrained(tokenizer)
+    base.train_new_from_iterator(texts(), vocab_size=size).save_pretrained(folder)
+
+
+def script(name: str, *flags: Any) -> list[str]:
+    """Return the command that runs a script of this repository."""
+    return [sys.executable, str(ROOT / "scripts" / name), *map(str, flags)]
+
+
+def run_script(command: list[str], folder: Path, done: str = "all_results.json") -> None:
+    """Run a command, unless the file `done` in its folder says that it has run.
+
+    Raises:
+        SystemExit: It failed; with its status.
+    """
+    if (folder / done).is_file():
+        return
+    # An interrupted training goes on; other leftovers are the scripts' to refuse.
+    resumed = ["--resume_from_checkpoint", "latest"] if any(folder.glob("checkpoint-*")) else []
+    print(shlex.join(command + resumed), flush=True)
+    if status := subprocess.run(command + resumed).returncode:
+        raise SystemExit(status)
+
+
+def shown(command: list[str], names: dict[str, str]) -> str:
+    """Return a command as text, with this machine's paths replaced by `names`."""
+    text = shlex.join(command)
+    for path, name in names.items():
+        text = text.replace(path, name)
+    return text
+
+
+def gate_scores(results: dict[str, Any]) -> dict[str, Any]:
+    """Return what the gate saw, of a run's results."""
+    return {key: value for key, value in results.items() if key.startswith("gate_")}
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,95 @@
+"""Make the archives of tests/golden: repositories, conversions and unfinished trainings by the code that is there.
+
+tests/golden/test_golden.py asks of every later version that it loads them with the same outputs, and resumes the
+trainings to the same bits. So they are made once, by a version that is to be kept to, and not anew when a test fails.
+Each training is a run that went to its end, of which the checkpoint of step 3 and the last weights are kept.
+
+Takes a minute on one core. Made on one thread, as the tests run: trainings end with the same bits where torch, the CPU
+and the number of threads are the same, and elsewhere near them.
+
+Example:
+    python -m benchmarks.versions.golden_artefacts --output_dir build/golden
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from contextlib import chdir
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Below the size that this project's files may have.
+MOST_BYTES = 1_400_000
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=["models", "trainings"], default=["models", "trainings"])
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the archives go")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/golden", help="emptied first")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    """Make the archives of the parts that are asked for.
+
+    Raises:
+        ValueError: if one is larger than a file of this project may be.
+    """
+    from fixtures.golden import pack
+
+    for part in args.parts:
+        folder = (args.work_dir / part).resolve()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        {"models": make_models, "trainings": make_trainings}[part](folder)
+        archive = args.output_dir / f"{part}.tar.xz"
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        pack(folder, archive)
+        print(f"{archive}: {archive.stat().st_size} bytes")
+        if archive.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{archive} has {archive.stat().st_size} bytes; at most {MOST_BYTES} are wanted")
+
+
+def make_models(folder: Path) -> None:
+    """Make the repositories and the converted folders, which share their code files."""
+    from fixtures.golden_conversions import save_converted
+    from fixtures.golden_repositories import save_repositories
+
+    (folder / "converted").mkdir()
+    sources = folder.with_name("sources")
+    shutil.rmtree(sources, ignore_errors=True)
+    sources.mkdir()
+    with chdir(sources):
+        save_converted(folder / "converted")
+    save_repositories(folder / "repositories")
+
+
+def make_trainings(folder: Path) -> None:
+    """Make the trainings."""
+    from fixtures.golden_trainings import save_trainings
+
+    save_trainings(folder)
+
+
+def prepare_process() -> None:
+    """Have this process import what the tests do, as they do: no network, one thread, little said."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    asked = parse_args()
+    prepare_process()
+    main(asked)

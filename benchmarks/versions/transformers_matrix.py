@@ -1,0 +1,219 @@
+"""Do repositories with our code load, and give the same, under every transformers from the oldest supported one on?
+
+Tiny repositories of every host and variant are saved by this package under the oldest and the newest version, with
+inputs, logits and tokens. Each version then loads them by the code inside them, in a process that cannot import this
+package, and compares: logits with the saved ones; of models that write, those of each step through a cache with those
+of one pass, the length of that cache, and the tokens that greedy search and two beams find with a cache, without one
+and when it was saved. Each version is installed, with what it needs, in a folder of its own over the Python and torch
+that run this. Repositories that a release kept (`--keep NAME`) are loaded too.
+
+Needs a package index. Takes some forty minutes on one core.
+
+Example:
+    python -m benchmarks.versions.transformers_matrix
+    python -m benchmarks.versions.transformers_matrix --versions 5.15.1 5.24.0
+    python -m benchmarks.versions.transformers_matrix --newest --check --output_dir build/matrix
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from hf_attn_variants.command_line import package_version
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.modeling.variant_names import NEWEST_RUN
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+KEPT = FOLDER / "repositories"
+OLDEST = (5, 15)
+# Kept repositories whose code transformers has outgrown, and the last minor that they are right under: `attn-variants
+# refresh` is for them.
+OUTGROWN = {"0.1.0, kept": (5, 23)}
+# Of the largest logit: float32 in another order of summation.
+TOLERANCE = 1e-5
+# After each piece of a text that is read through it (`PIECES` of the worker).
+CACHE_LENGTHS = [3, 4, 5, 6, 7, 8, 9]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--versions", nargs="+", help="of transformers (default: the last of each minor from 5.15 on)")
+    parser.add_argument(
+        "--newest", action="store_true", help="the newest version that was run, and the newest ones: pre-releases too"
+    )
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="kept between runs")
+    parser.add_argument(
+        "--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="end with status 1 unless all are the same, or known to be outgrown"
+    )
+    parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Fill the matrix, write it after each version, and return it."""
+    versions = args.versions or (newest_versions() if args.newest else published_versions())
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    folders = {}
+    for version in dict.fromkeys((versions[0], versions[-1])):
+        name = f"{package_version()}, transformers {version}"
+        folders[name] = args.work_dir / f"saved-{version}"
+        shutil.rmtree(folders[name], ignore_errors=True)
+        saved = run_under(version, "save", folders[name], args.work_dir)
+        print(f"saved {len(saved['repositories'])} repositories under {version}", flush=True)
+    if args.keep:
+        keep(folders[name], args.keep)
+    folders |= kept_repositories(args.work_dir)
+    results: dict[str, Any] = {"python": platform.python_version(), "package": package_version(), "rows": []}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for version in versions:
+        for name, folder in folders.items():
+            found = run_under(version, "load", folder, args.work_dir)
+            results["torch"] = found["torch"]
+            rows = [{"saved_by": name, "loaded_with": found["transformers"]} | row for row in found["rows"]]
+            results["rows"] += rows
+            print(f"{version}: {name}: {sum(map(is_same, rows))} of {len(rows)} the same", flush=True)
+        atomic_write(args.output_dir / "transformers_matrix.json", json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def is_same(row: dict[str, Any]) -> bool:
+    """Say whether a repository gave what it gave when it was saved, through a cache too, and warned of nothing."""
+    if "error" in row or "warnings" in row:
+        return False
+    differences = (row["largest_difference"], row.get("steps_difference", 0.0))
+    if not all(each <= TOLERANCE * max(1.0, row["largest_logit"]) for each in differences):
+        return False
+    lengths = row.get("cache_lengths", CACHE_LENGTHS)
+    return lengths == CACHE_LENGTHS and all(row.get(f"same_{name}", True) for name in ("greedy", "tokens"))
+
+
+def is_expected(row: dict[str, Any]) -> bool:
+    """Say whether a repository is as it should be: the same, or saved by code that is known to be outgrown."""
+    last = OUTGROWN.get(row["saved_by"])
+    return is_same(row) or (last is not None and Version(row["loaded_with"]).release[:2] > last)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the Markdown table of docs/compatibility.md: loaded with, and by what was saved the ones that agree."""
+    savers = list(dict.fromkeys(row["saved_by"] for row in results["rows"]))
+    lines = ["| loaded with transformers | " + " | ".join(f"saved by {name}" for name in savers) + " |"]
+    lines.append("|" + " --- |" * (len(savers) + 1))
+    for version in dict.fromkeys(row["loaded_with"] for row in results["rows"]):
+        cells = []
+        for name in savers:
+            rows = [row for row in results["rows"] if (row["loaded_with"], row["saved_by"]) == (version, name)]
+            cells.append(f"{sum(map(is_same, rows))} of {len(rows)} the same")
+        lines.append(f"| {version} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def published_versions() -> list[str]:
+    """Return the last version of each minor that the package index has, the oldest first."""
+    found = [each for each in _listed() if OLDEST <= each.release[:2] < (6, 0)]
+    return [str(max(each for each in found if each.release[:2] == minor)) for minor in _minors(found)]
+
+
+def newest_versions() -> list[str]:
+    """Return the last version of the newest minor that was run, the newest version, and the newest pre-release."""
+    final, newest = _listed(), _listed("--pre")
+    run = [each for each in final if each.release[:2] <= tuple(map(int, NEWEST_RUN.split(".")))]
+    return list(dict.fromkeys(str(max(each)) for each in (run, final, newest)))
+
+
+def _minors(versions: list[Version]) -> list[tuple[int, ...]]:
+    return sorted({each.release[:2] for each in versions})
+
+
+def _listed(*options: str) -> list[Version]:
+    command = [sys.executable, "-m", "pip", "index", "versions", "transformers", *options]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [line] = [line for line in listed.splitlines() if line.startswith("Available versions:")]
+    return [Version(each.strip()) for each in line.partition(":")[2].split(",")]
+
+
+def environment(version: str, work_dir: Path) -> Path:
+    """Return the folder that holds a version of transformers and what it needs; install it the first time."""
+    folder = work_dir / f"transformers-{version}"
+    if not folder.is_dir():
+        print(f"installing transformers {version} ...", flush=True)
+        stage = work_dir / f".{folder.name}"
+        shutil.rmtree(stage, ignore_errors=True)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(stage),
+        ]
+        subprocess.run([*pip, f"transformers=={version}"], check=True)
+        stage.rename(folder)
+    return folder
+
+
+def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[str, Any]:
+    """Save into, or load from, a folder under a version of transformers, in a process of its own."""
+    path = [environment(version, work_dir), *([ROOT, ROOT / "tests"] if action == "save" else [])]
+    home = work_dir / "home"
+    shutil.rmtree(home, ignore_errors=True)
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "HF_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "matrix_worker.py"), action, str(folder)],
+        cwd=work_dir,
+        env=variables | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"transformers {version}, {action}:\n{done.stderr[-3000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if Version(found["transformers"]) != Version(version):
+        raise SystemExit(f"asked for transformers {version}, found {found['transformers']}")
+    return found
+
+
+def keep(folder: Path, name: str) -> None:
+    """Archive the repositories of a folder with latents and with hybrids, of each host, under a name."""
+    KEPT.mkdir(exist_ok=True)
+    with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
+        paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]
+        for path in sorted(paths, key=lambda path: (path.suffix, path.name, path)):
+            archive.add(path, path.relative_to(folder))  # the same code files beside each other, which compress
+
+
+def kept_repositories(work_dir: Path) -> dict[str, Path]:
+    """Return the folders of kept repositories, unpacked, by what saved them."""
+    found = {}
+    for path in sorted(KEPT.glob("*.tar.xz")):
+        name = path.name.removesuffix(".tar.xz")
+        found[f"{name}, kept"] = folder = work_dir / f"kept-{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+    return found
+
+
+if __name__ == "__main__":
+    asked = parse_args()
+    matrix = main(asked)
+    print(table(matrix))
+    sys.exit(int(asked.check and not all(map(is_expected, matrix["rows"]))))
