@@ -14,7 +14,7 @@ help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
 	@echo "make test        run the tests"
 	@echo "make tree        write the tree of files in docs/architecture.md"
-	@echo "make fields      write the table of docs/fields.md"
+	@echo "make fields      write the tables of docs/fields.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style and types"

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.talking_fields import dynamic_terms
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
+from ..modeling.mechanisms.latents import rank_of_map
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors
+from .talking_heads import check_memory_terms
 
 __all__ = ["AttentionModule", "attention_modules"]
 
@@ -47,7 +48,7 @@ class AttentionModule:
 
     @property
     def new_kernel(self) -> AttentionKernel:
-        """What takes its softmax's place; asked where something does."""
+        """The kernel that takes its softmax's place; only for attentions that get one."""
         kernel: Any = self.kernel[1]
         return kernel
 
@@ -164,8 +165,7 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
         ValueError: if what it has cannot become what it is to have.
     """
     before, after = site.heads(source, path), site.heads(target, path)
-    # A latent as wide as its input is that.
-    old, new = (None if rank == target.hidden_size else rank for rank in (before.rank, after.rank))
+    old, new = (rank_of_map(heads.rank, target.hidden_size) for heads in (before, after))
     heads = HeadCounts(
         after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
@@ -175,25 +175,14 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
         except ValueError as error:
             raise ValueError(f"`{field}`: {error}") from None
     if site.shares_latent and heads.rank_relation != "same":
-        _check_memory_terms(site, source, target)
+        check_memory_terms(site, source, target)
     return heads
-
-
-def _check_memory_terms(site: AttentionSite, *configs: Any) -> None:
-    # They are made from the memory as the attention gets it, which is another with another latent.
-    found = {name for config in configs for name in dynamic_terms(config, site.place_prefix)}
-    terms = {name for name in found if name.startswith("m")}
-    if terms:
-        raise ValueError(
-            f"`{site.rank_field}` cannot change where `talking_heads_dynamic` has {' and '.join(sorted(terms))}: such "
-            "terms are made from the latent that all layers share, and would be of another one."
-        )
 
 
 def _check_nothing_unclaimed(
     target: AttnVariantModelMixin, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
-    # They would stay as they are, and the converted model would silently be without their layers.
+    # Tensors that no module claims would stay, and the converted model would silently lack their layers.
     claimed = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_patterns(site))
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")

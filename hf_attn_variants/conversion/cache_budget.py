@@ -44,8 +44,8 @@ def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[i
     Raises:
         ValueError: unless they are two whole numbers from 1, and nothing else says what they choose.
     """
-    given = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
-    if len(given) != 2 or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in given):
+    sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
+    if len(sizes) != 2 or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in sizes):
         raise ValueError(
             "`kv_cache_bytes` must be two whole numbers from 1, bytes a source token and bytes a generated token; got "
             f"{kv_cache_bytes!r}."
@@ -54,7 +54,7 @@ def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[i
     said = [name for name in sorted(CHOSEN) if fields.get(name) is not None or name in by_layer]
     if said:
         raise ValueError(f"`kv_cache_bytes` chooses `{said[0]}`: give one of the two.")
-    return given
+    return sizes
 
 
 def check_has_cache(config: Mapping[str, Any]) -> None:
@@ -100,10 +100,10 @@ def fields_within(
     source, generated = (size // itemsize for size in kv_cache_bytes)
     layers = [module for module in probe.modules if module.site.name == "decoder"]
     least = {"source": 1, "generated": len(layers)}
-    for (name, fewest), given in zip(least.items(), (source, generated), strict=True):
-        if given < fewest:
+    for (name, fewest), limit in zip(least.items(), (source, generated), strict=True):
+        if limit < fewest:
             raise ValueError(
-                f"`kv_cache_bytes` has room for {given} numbers a {name} token: {fewest} are the fewest, one a latent."
+                f"`kv_cache_bytes` has room for {limit} numbers a {name} token: {fewest} are the fewest, one a latent."
             )
     fields: dict[str, Any] = {}
     if source * itemsize < now["cross"]:
@@ -113,8 +113,8 @@ def fields_within(
         ranks = ranks_within(losses(layers), generated, most)
         # As many numbers as a layer keeps now: it stays as it is, with its latent or its keys and values.
         now_kept = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
-        kept = [own if rank == count else rank for rank, (count, own) in zip(ranks, now_kept, strict=True)]
-        fields["per_layer_values"] = {"kv_lora_rank": kept}
+        ranks_kept = [own if rank == count else rank for rank, (count, own) in zip(ranks, now_kept, strict=True)]
+        fields["per_layer_values"] = {"kv_lora_rank": ranks_kept}
     if not fields:
         raise ValueError(
             f"the source's cache takes {now['cross']} bytes a source token and {now['decoder']} a generated token: "

@@ -27,9 +27,9 @@ __all__ = [
     "Calibration",
 ]
 
-# The examples that are drawn from a file, and from a folder of audio: a window of Whisper's is 1,500 positions.
+# How many examples are drawn from a file, and from a folder of audio, where a Whisper's window has 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
-# Those of `convert --quick`.
+# The same with `convert --quick`.
 QUICK_SIZE, QUICK_AUDIO_SIZE = 384, 48
 # Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224

@@ -96,9 +96,9 @@ def plan_folder(
     Raises:
         OSError: if there is no room for it, or a file to copy is a link that leads nowhere.
     """
-    found, left_out = side_files(source, reader.files, allow_pickle)
-    copied = [name for name in found if travels(name)]
-    left_out = sorted({*left_out, *found} - {*copied})
+    beside, left_out = side_files(source, reader.files, allow_pickle)
+    copied = [name for name in beside if travels(name)]
+    left_out = sorted({*left_out, *beside} - {*copied})
     folder = CheckpointFolder(plan, reader, source, config, output, copied, left_out, planned_entries(plan, reader))
     check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))
     return folder
@@ -111,9 +111,9 @@ def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | 
     if (folder / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(folder)
     # Old checkpoints have the number of beams and the like in config.json, where this package's classes do not look.
-    found = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
+    generation = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     own = GenerationConfig.from_model_config(plan.config).to_dict()
-    return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
+    return generation if any(own.get(name) != value for name, value in generation.to_diff_dict().items()) else None
 
 
 def name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class HeadCounts:
 
     @property
     def new_rank(self) -> int:
-        """The rank of the latent that it gets; asked where it gets one."""
+        """The rank of its new latent; only for attentions that get one."""
         rank: Any = self.rank[1]
         return rank
 

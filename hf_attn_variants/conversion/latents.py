@@ -50,9 +50,9 @@ class LatentForms(NamedTuple):
 @torch.no_grad()
 def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
     """Return A [r, D], float64, of orthonormal rows: the latent of this rank that loses least by all the forms."""
-    _, found = _directions(forms)
+    _, directions = _directions(forms)
     # c is then no larger than the memory, whatever the dtype holds.
-    return torch.linalg.qr(found[:, -rank:])[0].T.contiguous()
+    return torch.linalg.qr(directions[:, -rank:])[0].T.contiguous()
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def _directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch.Tensor
     values, vectors = torch.linalg.eigh((metric + metric.T) / 2)
     sizes = values.clamp_min(1e-15 * values[-1]).sqrt()
     root = vectors * sizes  # S = root root^T
-    energies, found = torch.linalg.eigh(root.T @ gram @ root)
-    return energies, vectors / sizes @ found
+    energies, directions = torch.linalg.eigh(root.T @ gram @ root)
+    return energies, vectors / sizes @ directions
 
 
 def kept_energy(form: LatentForm, latent: torch.Tensor) -> float:
@@ -97,8 +97,9 @@ def on_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: LatentForm
         lost = split_heads(lost, forms.mean_read.shape[0])  # [k, d, D]
         missing = torch.einsum("kde,ke->kd", lost, forms.mean_read).flatten()
         changed["value_bias"] = tensors.value_bias + missing.to(like)
-    kept = {f"latent_{role}_energy": round(kept_energy(getattr(forms, role), latent), 4) for role in ("key", "value")}
-    return replace(tensors, **changed, latent_weight=latent.to(like), details=tensors.details | kept)
+    roles = ("key", "value")
+    shares = {f"latent_{role}_energy": round(kept_energy(getattr(forms, role), latent), 4) for role in roles}
+    return replace(tensors, **changed, latent_weight=latent.to(like), details=tensors.details | shares)
 
 
 @torch.no_grad()

@@ -31,10 +31,10 @@ def check_other_shapes(
     converted = {name for module in modules for name in module.tensors.values()}
     prefix = f"{target.base_model_prefix}."
     for name, entry in entries.items():
-        found = next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in shapes), None)
-        if found is not None and name not in converted and shapes[found] != tuple(entry.shape):
+        here = next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in shapes), None)
+        if here is not None and name not in converted and shapes[here] != tuple(entry.shape):
             raise ValueError(
-                f"{wrong}: it makes {name!r} of shape {list(shapes[found])}, and the checkpoint's has "
+                f"{wrong}: it makes {name!r} of shape {list(shapes[here])}, and the checkpoint's has "
                 f"{list(entry.shape)}."
             )
 

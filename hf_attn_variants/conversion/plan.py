@@ -12,14 +12,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_checks import NONE, nearest
-from ..modeling.fields.field_table import row_of
+from ..modeling.fields.field_checks import nearest
+from ..modeling.fields.field_table import FIELDS, row_of
 from ..modeling.fields.given_fields import quietly, without_same_size, wrong_name
 from ..modeling.fields.kernel_fields import has_kernel
-from ..modeling.fields.talking_fields import talking_places, talks
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
+from ..modeling.mechanisms.mechanism import NONE
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
-from ..modeling.mechanisms.talking_heads import projection_std
+from ..modeling.mechanisms.talking_heads import KIND
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry
@@ -29,11 +29,14 @@ from .methods.base import ConversionMethod, LayerContext
 from .other_tensors import check_nothing_missing, check_other_shapes
 from .positions import FIELDS as POSITION_FIELDS
 from .projections import AttentionTensors, pool_key_value
+from .talking_heads import check_not_talking_already, check_talking_kept, check_talking_used, drawn_projections
 
 __all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
 # What a conversion can give beside heads and latents.
-OTHER_CHANGES = ("talking_heads", "attention_pattern", "attention_kernel", "per_layer_values")
+OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
+# Fields of a source that no conversion can start from.
+UNCONVERTIBLE = {name: row.unconvertible for row in FIELDS if row.unconvertible for name in row.names}
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class ConversionPlan:
         if tensors.latent_weight is not None:
             new = new.behind(tensors.latent_weight)
             if module.heads.rank[1] is None:
-                # A wider dtype that is asked for holds digits of the product that the source's would not.
+                # A wider dtype, where one is asked for, keeps digits of the product that the source's dtype loses.
                 new = new.folded(self.dtype or tensors.key_weight.dtype)
         _check_shapes(self.method, module, new)
         return new
@@ -150,13 +153,8 @@ class ConversionPlan:
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
-        new, beginning = {}, module.site.heads(self.config, module.name).talking_init
-        for name, shape in module.projections.items():
-            # As a new model initialises it (`AttentionVariantMixin.init_projections`).
-            std = projection_std(name.rsplit(".", 1)[-1], shape, beginning)
-            drawn = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
-            new[name] = drawn.to(dtype)
-        return new
+        init = module.site.heads(self.config, module.name).talking_init
+        return {name: tensor.to(dtype) for name, tensor in drawn_projections(module.projections, init, generator)}
 
 
 def make_plan(
@@ -243,10 +241,10 @@ def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
     for part, shape in module.shapes.items():
         tensor = getattr(tensors, part, None)
-        found = None if tensor is None else list(tensor.shape)
-        if found != list(shape):
+        got = None if tensor is None else list(tensor.shape)
+        if got != list(shape):
             raise ValueError(
-                f"method {method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
+                f"method {method.name!r} gave {part} of shape {got} for {module.name}, not {list(shape)}."
             )
 
 
@@ -267,9 +265,9 @@ def _check_fields(
         if name in config_class.from_scratch_fields():
             raise ValueError(f"`{name}` is of models that are trained from scratch: no conversion gives it.")
     if not given and not changes:
-        found = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
-        found = [name for name in found if name in config_class.variant_fields()]
-        names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *found))
+        other_names = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
+        other_names = [name for name in other_names if name in config_class.variant_fields()]
+        names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *other_names))
         raise ValueError(f"nothing to convert: give one of {names} (each is a flag of the command, too).")
     asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
     if learned := [pattern for pattern in asked if pattern in PATTERNS and pattern_class(pattern).learned]:
@@ -277,34 +275,29 @@ def _check_fields(
             f"`attention_pattern` {learned[0]!r} has parameters that no conversion makes: load the checkpoint with "
             "it (`from_pretrained`), and train."
         )
-    others = dict.fromkeys(row_of("score_function")[1].names, "other scores than dot products")
-    for name, what in {**others, "value_head_dim": "values of another size than keys"}.items():
+    for name, what in UNCONVERTIBLE.items():
         if config.get(name) not in (None, NONE):
             raise ValueError(f"a checkpoint with {what} (`{name}` is {config[name]!r}) cannot be converted.")
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
-    fields = config_class.talking_fields()
-    talking = [name for name in fields if name in given]
-    is_by_place = any(config.get(name) is not None for name in fields if row_of(name)[0])
-    if config.get("talking_heads") is not None and talking and not is_by_place:
-        raise _talking_already(config["talking_heads"], talking)
+    check_not_talking_already(config_class, config, given)
 
 
 def _converted_config(
     config_class: type[AttnVariantConfigMixin], source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    # Where layers differ, now or afterwards, no one number is kept; lists of fields that are not asked for are.
+    # Numbers of heads that nobody asks for stay, unless layers differ in them; so do lists by layer.
     asked = given.get("per_layer_values")
     asked = asked if isinstance(asked, Mapping) else {}
     lists = source_config.per_layer_values or {}
-    kept = {
+    kv_heads = {
         name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in {*lists, *asked}
     }
     if asked:
         lists = {name: values for name, values in lists.items() if name not in given}
         given = {**given, "per_layer_values": {**lists, **asked}}
-    new_config = config_class.from_upstream(raw, **(kept | dict(given)))
-    _check_talking_kept(source_config, new_config, given)
+    new_config = config_class.from_upstream(raw, **(kv_heads | dict(given)))
+    check_talking_kept(source_config, new_config, given)
     for name in config_class.kernel_fields():
         old, new = _by_layer(source_config, name), _by_layer(new_config, name)
         if old != new and has_kernel(source_config):
@@ -313,52 +306,6 @@ def _converted_config(
                 f"new config asks for {new!r}."
             )
     return new_config
-
-
-def _check_talking_kept(source: Any, new: Any, given: Mapping[str, Any]) -> None:
-    """Check that heads that talk go on as they are, and that new ones leave the others' sizes.
-
-    Raises:
-        ValueError: where they would not, or what is given says of heads that talk no more than there is.
-    """
-    asked = [name for name in source.talking_fields() if name in {*given, *(given.get("per_layer_values") or {})}]
-    pairs = {
-        (prefix, layer): (source.talking_heads_of(prefix, layer), new.talking_heads_of(prefix, layer))
-        for prefix in talking_places(source)
-        for layer in range(source.layer_count(f"{prefix}talking_heads"))
-    }
-    changed = {place for place, (old, now) in pairs.items() if old != now}
-    looked_at = [old.kind for place, (old, _) in pairs.items() if place in changed or not changed]
-    kinds = [kind for kind in looked_at if kind is not None]
-    if asked and kinds:
-        raise _talking_already(kinds[0], asked)
-    has_bias = hasattr(new, "relative_attention_num_buckets")
-    for (prefix, _), (old, now) in pairs.items():
-        if now.output != old.output:
-            raise ValueError(
-                f"a conversion keeps the value heads: the source has {old.output}, the new config "
-                f"{now.output} (`{_said(new, prefix, 'num_value_heads')}`, or "
-                f"`{_said(new, prefix, 'num_softmax_heads')}` with P_l alone)."
-            )
-        if has_bias and prefix != "cross_" and now.softmax != old.softmax:
-            raise ValueError(
-                f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source "
-                f"has {old.softmax}, the new config {now.softmax} (`{_said(new, prefix, 'num_softmax_heads')}`)."
-            )
-
-
-def _talking_already(kind: str, asked: list[str]) -> ValueError:
-    names = ", ".join(f"`{name}`" for name in asked)
-    return ValueError(
-        f"the source has talking heads already ({kind!r}); they are kept as they are: leave {names} out."
-    )
-
-
-def _said(config: Any, prefix: str, name: str) -> str:
-    """Return the field that says a value of a place: its own, or the one that it inherits."""
-    own = prefix + name
-    is_own = getattr(config, own, None) is not None or own in (config.per_layer_values or {})
-    return own if is_own else name
 
 
 def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[AttentionModule]) -> None:
@@ -388,12 +335,4 @@ def _check_all_used(
             known = " or ".join(f"`{each}`" for each in fields if each in used)
             raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
     places = {module.site.place_prefix for module in modules}
-    for each in (each for each in config_class.talking_fields() if each in given):
-        prefix, _ = row_of(each)
-        if prefix and prefix not in places:
-            raise ValueError(f"`{each}` is of attentions that {name} does not have: leave it out.")
-        if each.endswith("talking_heads"):
-            if not talks(config):
-                raise ValueError(f"nothing to convert: `{each}` is {given[each]!r}, and no heads talk.")
-        elif not talks(config, prefix or None):
-            raise ValueError(f"`{each}` is of talking heads: give `{prefix}talking_heads` as well.")
+    check_talking_used(name, given, config, places)

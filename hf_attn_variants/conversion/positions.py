@@ -24,9 +24,9 @@ __all__ = ["EXTENSIONS", "FIELDS", "lengthen_tokenizer", "with_positions"]
 FIELD, EXTENSION = FIELDS = "max_position_embeddings", "position_extension"
 WEIGHT = "embeddings.position_embeddings.weight"
 EXTENSIONS = ("tiled", "interpolated")
-# Buffers of old checkpoints, as long as the positions: models make them.
+# Buffers of old checkpoints, as long as the positions; they are left out, for models make them.
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-# Beside a model, the files and fields that say how many tokens it reads.
+# The files beside a model that say how many tokens it reads, each with its field.
 LENGTHS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
@@ -91,18 +91,18 @@ def with_positions(
         if extension is not None:
             raise ValueError(f"`{EXTENSION}` says how positions are made more: give `{FIELD}` too; got {extension!r}.")
         return config, reader
-    found = [name for name in reader.entries if name.endswith(WEIGHT)]
-    if len(found) != 1:
+    tables = [name for name in reader.entries if name.endswith(WEIGHT)]
+    if len(tables) != 1:
         raise ValueError(
             f"`{FIELD}` is for the learned positions of BERT and its relatives, which {config.get('model_type')!r} "
             "checkpoints have not."
         )
-    now = reader.entries[found[0]].shape[0]
+    now = reader.entries[tables[0]].shape[0]
     check_size(FIELD, positions, now + 1)
     kernel = config.get("attention_kernel")
     if kernel in KERNELS and kernel_class(kernel).counts_tokens:
         raise ValueError(f"`{FIELD}` cannot change in a model with {kernel}, which has learned sums over {now}.")
-    longer = LongerCheckpoint(reader, found[0], positions, _without_token(config), extension or EXTENSIONS[0])
+    longer = LongerCheckpoint(reader, tables[0], positions, _without_token(config), extension or EXTENSIONS[0])
     return config | {FIELD: positions}, longer
 
 

@@ -127,7 +127,7 @@ class ConversionReport:
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
-        """The same if heads had been averaged."""
+        """The same error, had heads been averaged."""
         return self._mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:
@@ -196,13 +196,13 @@ class ConversionReport:
         beside = "" if averaged is None else f" (averaged heads: {_percent(averaged)})"
         value = f"{_percent(self.mean_output_relative_error)} on held-out text{beside}"
         lines = [f"  {'error of attention outputs':<27} {value}"]
-        kept = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
-        if kept:
+        fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
+        if fits:
             before = _percent(self._mean_detail("relative_error_closed_form"))
             lines.append(f"  {'... by the closed form':<27} {before}, then fitted")
-        unfitted = [name for name, is_kept in kept.items() if not is_kept]
+        unfitted = [name for name, is_kept in fits.items() if not is_kept]
         if unfitted:
-            value = f"in {len(unfitted)} of {len(kept)} attentions, where the fit is no better: {_few(unfitted)}"
+            value = f"in {len(unfitted)} of {len(fits)} attentions, where the fit is no better: {_few(unfitted)}"
             lines.append(f"  {'closed form kept':<27} {value}")
         return lines
 
@@ -265,15 +265,15 @@ def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
     By the end of their names where each attention gets the same, else with the kind of attention before it, or, of
     layers that differ, by their names in the checkpoint.
     """
-    found: dict[str, set[str]] = {}
+    by_site: dict[str, set[str]] = {}
     for module in plan.modules:
         every = {name.rsplit(".", 1)[-1]: shape for name, shape in module.projections.items()}
-        found.setdefault(module.site.name, set()).add(json.dumps(every))
-    every_site = set().union(*found.values())
+        by_site.setdefault(module.site.name, set()).add(json.dumps(every))
+    every_site = set().union(*by_site.values())
     if len(every_site) == 1:
         return {name: tuple(shape) for name, shape in json.loads(every_site.pop()).items()}
-    if all(len(texts) == 1 for texts in found.values()):
-        pairs = [(site, json.loads(text)) for site, texts in found.items() for text in texts]
+    if all(len(texts) == 1 for texts in by_site.values()):
+        pairs = [(site, json.loads(text)) for site, texts in by_site.items() for text in texts]
         return {f"{site} {name}": tuple(shape) for site, of_site in pairs for name, shape in of_site.items()}
     return {name: shape for module in plan.modules for name, shape in module.projections.items()}
 
@@ -281,7 +281,7 @@ def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
 def _cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    found = []
+    caches = []
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
@@ -290,8 +290,8 @@ def _cache_bytes(
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # a state, of one size for any number of tokens
             sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
-        found.append(cache_bytes_per_token(config, sizes))
-    old, new = found
+        caches.append(cache_bytes_per_token(config, sizes))
+    old, new = caches
     if old is None or new is None:
         return None
     return {site: {"before": old[site], "after": new[site]} for site in old}

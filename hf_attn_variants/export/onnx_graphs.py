@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.kernel_fields import has_kernel
-from ..modeling.fields.talking_fields import dynamic_terms, keeps_cache
 from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.talking_heads import dynamic_terms, keeps_cache
 from ..modeling.upstream import cache_name, cache_of
 from ..registration import longest_input
 from .upstream import upstream_architecture

@@ -24,8 +24,8 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
-from ..modeling.fields.field_checks import NONE
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.mechanisms.mechanism import NONE
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]

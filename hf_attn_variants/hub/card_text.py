@@ -8,9 +8,10 @@ from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, score_parts, values_by_layer
 from ..inspection.talking_places import talking_parts
 from ..modeling.fields.field_table import FIELDS, PLACES, row_of
-from ..modeling.fields.talking_fields import talks
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..modeling.mechanisms.latents import Latent, rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, talks
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
@@ -50,9 +51,9 @@ PAIRS: dict[tuple[str, ...], tuple[str, ...]] = {
 PAPERS = {
     "MQA": ("Multi-query attention", "1911.02150"),
     "GQA": ("Grouped-query attention", "2305.13245"),
-    "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
-    "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
-    "talking": ("Talking-heads attention", "2003.02436"),
+    "latent": Latent.paper,
+    "exact": Latent.paper_of_input,
+    "talking": TalkingHeads.paper,
     **{name: pattern_class(name).paper for name in PATTERNS},
     **{name: kernel_class(name).paper for name in KERNELS},
 }
@@ -262,7 +263,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     are_true = {
         "MQA": 1 in counts,
         "GQA": bool(counts),
-        "latent": bool(ranks - {None, variant.hidden_size}),
+        "latent": any(rank_of_map(rank, variant.hidden_size) is not None for rank in ranks),
         "exact": variant.hidden_size in ranks,
         "talking": bool(talking_parts(variant, fields)),
     }
@@ -309,7 +310,7 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         parts.append(f"{variant.value_head_dim} {_on_card('value_head_dim')}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
     parts += score_parts(variant, kv_fields)
-    at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
+    at = {LOGITS: "before the softmax", WEIGHTS: "after the softmax", BOTH: "before and after the softmax"}
     parts += [f"talking heads {at[kind]}{where}" for kind, where in talking_parts(variant, fields)]
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _shown(variant, fields, "pattern")]
     parts += [

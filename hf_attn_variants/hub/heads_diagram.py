@@ -6,7 +6,7 @@ from typing import Any
 from ..inspection.costs import values_by_layer
 from ..inspection.talking_places import talking_by_place
 from ..modeling.fields.field_table import PLACES, row_of
-from ..modeling.fields.talking_fields import TalkingHeads
+from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
 
 __all__ = ["heads_diagram", "layers_text"]
 
@@ -81,7 +81,7 @@ def _width(queries: list[str], keys: list[str]) -> int:
 def _chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return how heads talk: one line where they do alike everywhere, else one for each place, and its layers."""
     by_place = {
-        prefix: [_chain(config.query_heads(_stack_heads(prefix)), each) for each in layers]
+        prefix: [_chain(query_heads_there(config, prefix), each) for each in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -94,15 +94,11 @@ def _chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _stack_heads(prefix: str) -> str:
-    return "encoder_num_key_value_heads" if prefix == "encoder_" else "num_key_value_heads"
-
-
 def _chain(heads: int, talking: TalkingHeads) -> str:
     """Return how the heads of one attention talk; nothing where they do not."""
     if talking.kind is None:
         return ""
-    first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in ("logits", "both") else ""
-    second = f"--P_w [{talking.softmax} x {talking.output}]" if talking.kind in ("weights", "both") else ""
+    first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""
+    second = f"--P_w [{talking.softmax} x {talking.output}]" if talking.kind in (WEIGHTS, BOTH) else ""
     softmax = f"softmax of {talking.softmax} heads"
     return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {talking.output} heads"

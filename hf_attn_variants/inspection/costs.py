@@ -15,10 +15,11 @@ from ..modeling.fields.field_table import PLACES
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.score_fields import has_scores, score_name
-from ..modeling.fields.talking_fields import dynamic_terms, keeps_cache, talks
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..modeling.mechanisms.latents import rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from ..modeling.mechanisms.talking_heads import BOTH, KIND, dynamic_terms, keeps_cache, talks
 from ..registration import variant_config_class, variant_model_class
 from .counting import (
     CacheSizes,
@@ -179,7 +180,7 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
         parts.append(f"values of {config.value_head_dim}")
     parts += score_parts(config, (field,))
     parts += [
-        "talking heads" + ("" if kind == "both" else f" ({kind})") + where
+        "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
         for kind, where in talking_parts(config, (field,))
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
@@ -320,7 +321,7 @@ def variant_rows(
     # Stacks of unequal numbers of heads cannot have them.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
     if talking_heads and not talks(current) and is_even:
-        yield {"talking_heads": "both"}
+        yield {KIND: BOTH}
 
 
 def has_latents(config: Any, field: str) -> bool:
@@ -359,7 +360,7 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     value_heads = {
         config.talking_heads_of(prefix, layer).output
         for prefix in places_of_stacks(config, (field,))
-        for layer in range(config.layer_count(f"{prefix}talking_heads"))
+        for layer in range(config.layer_count(prefix + KIND))
     }
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
     return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
@@ -380,8 +381,7 @@ def _convertible(source: Any, target: Any) -> bool:
         ]
         for field, check in checks:
             for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
-                # A latent as wide as its input is that.
-                old, new = (None if value == width and check is rank_relation else value for value in pair)
+                old, new = (rank_of_map(value, width) if check is rank_relation else value for value in pair)
                 check(old, new)
     except ValueError:
         return False

@@ -5,7 +5,6 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,11 @@ from torch import nn
 
 from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.attention.latent_attention import absorbs, is_short
+from ..modeling.attention.latent_attention import latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.talking_fields import talks
 from ..modeling.fields.variant_config import can_cache
-from ..modeling.mechanisms.talking_heads import projection_shapes
-from ..modeling.ops.variant_attention import AttentionHeads, VariantAttention
+from ..modeling.mechanisms.talking_heads import mixing_flops, talks
+from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = [
     "CacheSizes",
@@ -165,20 +163,20 @@ def flops_per_token(
         core = _core(module, site)
         attended = attended if core.reach is None else core.reach.keys_read(attended)
         if core.compression is not None:
-            attended = -(-attended // core.compression.stride)
-            convolutions = core.compression.key_conv.numel() + core.compression.value_conv.numel()
-            flops[stack] += 2 * runs * convolutions // core.compression.stride
-        if core.score is not None:  # the product with its vector is counted as that of query and key would be
-            flops[stack] += 2 * runs * core.score.query_map.numel()
-            flops[memory_stack] += 2 * runs * core.score.key_map.numel()
-        for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
-            flops[memory_stack if where == "memory" else stack] += runs * count
+            attended = core.compression.keys_read(attended)
         query_dim = maps["query"].in_features
         memory_dim = maps["key"].in_features if site.is_cross_attention else query_dim
-        for name, shape in projection_shapes(heads, query_dim, memory_dim).items():
-            flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
-            if len(shape) == 3:  # a dynamic one is first computed from each token of its side
-                flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
+        parts = [mixing_flops(heads, query_dim, memory_dim, attended)]
+        key_value = (maps["key"], maps["value"])
+        if decodes and heads.rank is not None:
+            is_step, is_kept = stack == "decoder", site.is_cross_attention
+            parts.append(latent_flops(core, key_value, attended, batch_size, is_step, is_kept))
+        else:
+            parts.append(_attention_flops(core, key_value, attended))
+        parts += [each.flops() for each in (core.compression, core.score) if each is not None]
+        for of_memory, of_query in parts:
+            flops[memory_stack] += runs * of_memory
+            flops[stack] += runs * of_query
     for name, linear in linears.items():
         if not runs_once_a_sequence(model, name):
             inside = name.split(".")[0] if config.is_encoder_decoder else None
@@ -187,43 +185,19 @@ def flops_per_token(
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _attention_flops(
-    site: AttentionSite,
-    heads: AttentionHeads,
-    module: nn.Module,
-    stack: str,
-    attended: int,
-    decodes: bool,
-    batch_size: int,
-) -> Iterator[tuple[str, int]]:
-    """Yield ("query" or "memory", FLOPs a token of that side): of dot products, weighted sums and what they read."""
-    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # of all query and all value heads
-    attends = 2 * attended * numbers
-    key: Any = module.get_submodule(site.key)
-    value: Any = module.get_submodule(site.value)
-    made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
-    if (kernel := _core(module, site).kernel) is not None:
-        of_key, of_query = kernel.flops(heads, attended)
-        yield "memory", made + heads.key * of_key
-        yield "query", heads.query * of_query
-        return
-    if heads.rank is None or not decodes:
-        yield "memory", made
-        yield "query", attends
-        return
-    length = 1 if stack == "decoder" else attended
-    query = torch.empty(batch_size, heads.query, length, heads.head_dim, device="meta")
-    latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
-    key_map, value_map = (
-        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
-    )
-    stays = site.is_cross_attention and is_short(latent)
-    if not stays and absorbs(_core(module, site), query, latent, (key_map, value_map), {}):
-        yield "query", 2 * heads.rank * (numbers + (heads.query + heads.output) * attended)
-        return
-    # Made once of each token of a memory that stays or is read in one pass; anew in each step of a decoder.
-    yield ("memory", made) if stays or stack == "encoder" else ("query", attended * made)
-    yield "query", attends
+def _attention_flops(core: VariantAttention, maps: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
+    """Return the FLOPs of a token of the memory, its key and value, and of a token that asks: scores, weighted sums.
+
+    Args:
+        core: the attention.
+        maps: those of keys and of values.
+        attended: the keys that a query reads.
+    """
+    heads, of_memory = core.heads, 2 * sum(each.weight.numel() for each in maps)
+    if core.kernel is not None:
+        of_key, of_query = core.kernel.flops(heads, attended)
+        return of_memory + heads.key * of_key, heads.query * of_query
+    return of_memory, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:

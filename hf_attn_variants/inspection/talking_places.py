@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..modeling.fields.field_table import PLACES
-from ..modeling.fields.talking_fields import TalkingHeads, talking_places
+from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, key_value_field, talking_places
 
 __all__ = ["places_of_stacks", "talking_by_place", "talking_parts"]
 
@@ -15,20 +15,17 @@ def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
     Cross-attention is in the decoder's; a model that is an encoder, or a decoder without one, has none.
     """
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
-    stacks = {"encoder_": "encoder_num_key_value_heads"}
     return tuple(
         prefix
         for prefix in talking_places(config)
-        if stacks.get(prefix, "num_key_value_heads") in fields and (prefix != "cross_" or has_cross)
+        if key_value_field(prefix) in fields and (prefix != "cross_" or has_cross)
     )
 
 
 def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeads]]:
     """Return how heads talk in each layer of each place in these stacks, {prefix: [of each layer]}."""
     return {
-        prefix: [
-            config.talking_heads_of(prefix, layer) for layer in range(config.layer_count(f"{prefix}talking_heads"))
-        ]
+        prefix: [config.talking_heads_of(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
         for prefix in places_of_stacks(config, fields)
     }
 

@@ -21,7 +21,7 @@ __all__ = ["try_host"]
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
-# Of the largest output.
+# The largest difference that is allowed, as a part of the largest output.
 TOLERANCE = 1e-4
 # What each host's trial found to be wrong, if anything: every later model of the host is refused for it too.
 _tried: dict[str, str | None] = {}
@@ -103,10 +103,10 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
             ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
             if variant is not shared:
                 ours.load_state_dict(upstream.state_dict())
-            found = _outputs(ours, config)
+            outputs = _outputs(ours, config)
         except Exception as error:
             raise changed(f"a tiny {our_class.__name__} ends in {type(error).__name__}: {error}") from error
-        for how, one, other in zip(("at once", "in steps"), expected, found, strict=True):
+        for how, one, other in zip(("at once", "in steps"), expected, outputs, strict=True):
             # Upstream has no shared heads: there it is enough that they could be computed.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
@@ -151,8 +151,8 @@ def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.T
         return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
-        given: dict[str, Any] = {} if cache is None else {cache_name(): cache}
-        output = model(**memory, **{name: token}, **given, use_cache=True)
+        caches: dict[str, Any] = {} if cache is None else {cache_name(): cache}
+        output = model(**memory, **{name: token}, **caches, use_cache=True)
         cache = cache_of(output)
         steps.append(output.last_hidden_state)
     return model(**memory, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)

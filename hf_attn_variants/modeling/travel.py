@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["code_files", "lies_in_a_room", "travelling_names", "write_code"]
 
 HERE = Path(__file__).parent
-# Hosts travel as they are: of each repository one.
+# A repository has one host, whose file travels as it is.
 NOT_JOINED = ("hosts",)
 
 

@@ -51,7 +51,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 CACHE_ROLES = ("cache", "cache_length")
 
-# Arguments that come as far as an attention and change nothing in it: what a model returns, and how Trainer counts.
+# Arguments that reach an attention and change nothing in it: they say what a model returns, and how Trainer counts.
 # All others that are not known stop a call: packed sequences (`cu_seq_lens_q`) for one would be read as a single text.
 UNCHANGING = frozenset(
     {
@@ -65,7 +65,7 @@ UNCHANGING = frozenset(
         "use_cache",
     }
 )
-# What our own code adds for the attention functions.
+# Arguments that our own code hands to the attention functions.
 OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
 
 
@@ -137,14 +137,14 @@ class Arguments:
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the values of the roles, and all other arguments by name: what is left of `kwargs`."""
         self._rename(kwargs)
-        found: list[Any] = []
-        given = len(args)
+        values: list[Any] = []
+        count = len(args)
         for name, at in self.places:  # no comprehension: this is a part of each decoding step
-            found += (args[at] if at < given else kwargs.pop(name, None),)
+            values += (args[at] if at < count else kwargs.pop(name, None),)
         for name, at in self.others:
-            if at < given:
+            if at < count:
                 kwargs[name] = args[at]
-        return found, kwargs
+        return values, kwargs
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
         """Return all arguments of a call by upstream's names.
@@ -154,8 +154,8 @@ class Arguments:
             instead: values by role that take the place of the call's own.
         """
         self._rename(kwargs)
-        found = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
-        return found | {self.name_of[role]: value for role, value in instead.items()}
+        named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
+        return named | {self.name_of[role]: value for role, value in instead.items()}
 
     def _rename(self, kwargs: dict[str, Any]) -> None:
         for old, name in self.former:
@@ -167,8 +167,8 @@ class Arguments:
 
 def upstream_class(cls: type, ours: type) -> type:
     """Return upstream's class that a class of ours, with the mixin `ours` among its bases, takes its forward from."""
-    found = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
-    return next(base for base in found if "forward" in vars(base))
+    upstreams = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
+    return next(base for base in upstreams if "forward" in vars(base))
 
 
 def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
@@ -270,10 +270,10 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a method behind `self`, those of functions that collect the rest left out."""
     check_attributes(owner, (method,))
     static = inspect.getattr_static(owner, method)
-    found = dict(inspect.signature(getattr(owner, method)).parameters)
+    parameters = dict(inspect.signature(getattr(owner, method)).parameters)
     if not isinstance(static, staticmethod | classmethod):
-        found.pop(next(iter(found)), None)
-    return {name: each for name, each in found.items() if each.kind not in _VARIABLE}
+        parameters.pop(next(iter(parameters)), None)
+    return {name: each for name, each in parameters.items() if each.kind not in _VARIABLE}
 
 
 def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
@@ -288,9 +288,9 @@ def _check_returned(function: Any, returns: int, place: str) -> None:
     code = inspect.unwrap(function).__code__
     steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
     ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
-    found = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
-    if found != {returns}:
-        counts = " or ".join(str(count or "no tuple") for count in sorted(found))
+    sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    if sizes != {returns}:
+        counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
         raise changed(f"{place} returns {counts} values, where {returns} are known")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
     names = [name for step in loads for name in _names_loaded(step)][-returns:]
@@ -313,8 +313,8 @@ def cache_name() -> str:
     """Return what this release calls the cache in a model's calls and in its outputs."""
     with known_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
-    found = {each.name: each for each in fields(BaseModelOutputWithPast)}
-    return _name_of("cache", found, "`BaseModelOutputWithPast`")
+    parts = {each.name: each for each in fields(BaseModelOutputWithPast)}
+    return _name_of("cache", parts, "`BaseModelOutputWithPast`")
 
 
 def cache_of(output: Any) -> Any:
@@ -328,10 +328,10 @@ def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if a call has both.
     """
-    given = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
-    if len(given) > 1:
+    names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
+    if len(names) > 1:
         raise ValueError(
-            f"Got a cache as `{given[1]}` beside one as `{given[0]}`, as transformers {transformers.__version__} has "
+            f"Got a cache as `{names[1]}` beside one as `{names[0]}`, as transformers {transformers.__version__} has "
             "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
             "generate with a newer peft, or with transformers before 5.24."
         )

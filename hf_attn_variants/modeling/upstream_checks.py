@@ -135,10 +135,10 @@ def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
         UpstreamChanged: if one is missing.
     """
     for path in paths:
-        found = module
+        part = module
         for name in path.split("."):
-            check_attributes(found, (name,))
-            found = getattr(found, name)
+            check_attributes(part, (name,))
+            part = getattr(part, name)
 
 
 def _check_methods(owner: type, methods: Mapping[str, tuple[str, ...]]) -> None:

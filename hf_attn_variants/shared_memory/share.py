@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.talking_fields import talks
+from ..modeling.mechanisms.talking_heads import talks
 from ..modeling.upstream import check_attributes
 from ..modeling.variant_names import EAGER, SDPA
 from .attention import ENCODER_OUTPUTS, IMPLEMENTATIONS, KEYS_AND_VALUES, SharesMemory, shared_class

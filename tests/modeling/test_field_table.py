@@ -52,6 +52,7 @@ def test_the_page_of_the_fields_is_the_table():
     page = field_page.PAGE.read_text(encoding="utf-8")
     assert field_page.table_in(page) == field_page.table_of(), "run `make fields`"
     assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
+    assert field_page.table_in(page, field_page.PAIRS) == field_page.pairs_of(), "run `make fields`"
 
 
 def test_a_row_of_the_page_says_what_the_table_does():

@@ -19,7 +19,7 @@ from architectures import (
 from fixtures.checkpointing import checkpoint_layers
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.talking_fields import TalkingHeads
+from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product

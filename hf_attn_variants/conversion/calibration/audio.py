@@ -53,15 +53,15 @@ def read_audio_calibration(
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise NotADirectoryError(f"there is no folder {os.fspath(folder)!r:.200} of audio (--calibration_audio_dir).")
-    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
-    if len(found) < MIN_TEXTS:
+    recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
+    if len(recordings) < MIN_TEXTS:
         raise ValueError(
             f"a calibration needs {MIN_TEXTS} audio files at least ({', '.join(AUDIO_FILES)}); {os.fspath(folder)} "
-            f"has {len(found)}."
+            f"has {len(recordings)}."
         )
-    if len(found) > size:
-        found = sorted(random.Random(seed).sample(found, size))
-    return Calibration(audio=found, **settings)
+    if len(recordings) > size:
+        recordings = sorted(random.Random(seed).sample(recordings, size))
+    return Calibration(audio=recordings, **settings)
 
 
 def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
@@ -174,22 +174,22 @@ def heard(model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: 
     """
     batch = {"input_features": torch.stack(list(features))}
     if decodes:
-        with _encoder_outputs(model) as kept:
+        with _encoder_outputs(model) as outputs:
             batch |= transcribed(model, batch, max_length)
         # A call that finds the language may come first. Of a part of the batch nobody knows which rows it is.
-        if kept and all(len(each) == len(features) for each in kept):
-            batch[ENCODER_OUTPUTS] = kept[-1].cpu()
+        if outputs and all(len(each) == len(features) for each in outputs):
+            batch[ENCODER_OUTPUTS] = outputs[-1].cpu()
     return batch
 
 
 @contextmanager
 def _encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Keep what the encoder returns while the block runs."""
-    kept: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     encoder: Any = model.get_encoder()
-    hook = encoder.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+    hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     try:
-        yield kept
+        yield outputs
     finally:
         hook.remove()
 
@@ -207,8 +207,8 @@ def transcribed(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: all of a window is heard
     with limits_of_the_call(model):
         generate: Any = model.generate
-        found = generate(features, attention_mask=mask, **options)
-    return from_generated(found.sequences, model.generation_config.pad_token_id)
+        generated = generate(features, attention_mask=mask, **options)
+    return from_generated(generated.sequences, model.generation_config.pad_token_id)
 
 
 def _check_enough(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:

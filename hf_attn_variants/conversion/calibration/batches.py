@@ -143,11 +143,11 @@ def _prompt_tokens(generation: GenerationConfig | None) -> set[int]:
 
 def read_by_decoder(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model whose encoder has nothing to do where what it makes of the batch is known."""
-    given = dict(batch)
-    if (states := given.pop(ENCODER_OUTPUTS, None)) is not None:
-        given.pop(FEATURES)
-        given[ENCODER_OUTPUTS] = BaseModelOutput(last_hidden_state=states)
-    return given
+    arguments = dict(batch)
+    if (states := arguments.pop(ENCODER_OUTPUTS, None)) is not None:
+        arguments.pop(FEATURES)
+        arguments[ENCODER_OUTPUTS] = BaseModelOutput(last_hidden_state=states)
+    return arguments
 
 
 def read_by_encoder(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ __all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_t
 
 # What the work on an attention takes, in calls of it: the closed form for each batch, a step of the fit.
 CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
-# Seconds of work from which on it is said how long it takes.
+# Work of at least so many seconds is announced with its length.
 WORTH_SAYING = 20.0
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,8 @@ def _batches(plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any,
         start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
         if start is not None:
             start.give(model)
-    made: Callable[..., Batches] = audio_batches if hears else make_batches
-    return made(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
+    make: Callable[..., Batches] = audio_batches if hears else make_batches
+    return make(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ __all__ = ["check_amount", "check_audio", "check_source_loss", "check_texts"]
 
 # Tokens for each number of a hidden state, of which a regression of the outputs has as many unknowns.
 WANTED = 8
-# Fewer say nothing of a language.
+# With fewer tokens the language is not judged.
 LEAST_TOKENS = 1000
 # Tokens of a word: English has 1.1 to 1.6 in English tokenizers, German 2.1.
 PIECES = 1.9
@@ -27,9 +27,9 @@ DISTINCT = 0.6
 UNKNOWN = 0.05  # of the tokens
 # Of the loss of a guess, ln(vocabulary): a source that is hardly better does not know this kind of text.
 LOSS = 0.5
-# Of the full range, -60 dB.
+# As a part of the full range: -60 dB.
 SILENT = 1e-3
-# Of the examples, from which on it is said that they are silent or the same.
+# This part of the examples is silent, or the same as others, before a warning says so.
 MANY = 0.25
 
 logger = logging.getLogger(__name__)

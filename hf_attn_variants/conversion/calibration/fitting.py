@@ -15,7 +15,7 @@ from .recording import AttentionInputs, attend
 
 __all__ = ["fit", "relative_error", "rounded"]
 
-# Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
+# This part of the mean second moment is added to each direction's before whitening, lest rare ones be blown up.
 DAMPING = 0.1
 # Steps between two looks at held-out text, and those without gain after which the fit ends.
 MEASURED_EVERY, PATIENCE = 40, 160

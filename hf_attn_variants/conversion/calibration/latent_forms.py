@@ -27,7 +27,7 @@ from .recording import AttentionInputs, attention_weights
 
 __all__ = ["latent_forms"]
 
-# What the text never takes counts this much of the mean direction: other text may take it.
+# A direction that the text never takes counts this part of the mean direction: other text may take it.
 UNSEEN = 1e-4
 
 

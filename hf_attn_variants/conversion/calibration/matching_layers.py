@@ -26,7 +26,7 @@ __all__ = ["check_matching_layers", "fields_keeping", "matching_shares"]
 # The text that is looked at, texts and tokens of each, since all layers' attention weights are made for a batch. The
 # two layers of MiniLM stand out on a hundred lines.
 MOST_TEXTS, MOST_TOKENS = 512, 128
-# Fields that make of a layer another one, by their ends: an encoder's heads, latent and kernel.
+# Fields that change a layer, without their prefix: an encoder's heads, latent and kernel.
 OF_A_LAYER = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
 
 
@@ -134,11 +134,11 @@ def fields_keeping(
         plan, fields, count: as they were checked.
         shares: by layer, as `matching_shares` returned them.
     """
-    kept = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
+    staying = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
     by_layer, names = dict(fields.get("per_layer_values") or {}), _asked(_prefix(plan) or "", fields)
     for name in names:
         old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
-        by_layer[name] = [old[layer] if layer in kept else fields[name] for layer in range(len(shares))]
+        by_layer[name] = [old[layer] if layer in staying else fields[name] for layer in range(len(shares))]
     return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
 
 
@@ -155,7 +155,7 @@ def _is_in(prefix: str, module: Any) -> bool:
 
 
 def _is_of(prefix: str, name: str) -> bool:
-    """Say whether a field makes of this stack's layers others."""
+    """Say whether a field changes the layers of this stack."""
     return name in [f"{prefix}{each}" for each in OF_A_LAYER]
 
 
@@ -165,7 +165,7 @@ def _asked(prefix: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def _same_words(batch: Batch, special: torch.Tensor) -> torch.Tensor:
-    """Return of which tokens which others are the same, [b, n, n]; of padding and special tokens none."""
+    """Return which pairs of tokens are the same, [b, n, n]; none with padding or special tokens."""
     ids = batch["input_ids"]
     is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
     same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]

@@ -26,9 +26,9 @@ __all__ = ["refit_output", "refits_of_output"]
 
 # Examples are dealt to this many folds.
 FOLDS = 5
-# k, as multiples of the mean second moment of c. Of plenty of text the first is the best one.
+# The values of k to try, as multiples of the mean second moment of c. With plenty of text the first is the best.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-# After a fit, of which each is measured on held-out text.
+# The values to try after a fit, each measured on held-out text.
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 

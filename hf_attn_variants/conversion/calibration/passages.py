@@ -9,7 +9,7 @@ from ..calibration_settings import Calibration
 
 __all__ = ["passages", "reads_passages"]
 
-# Tokens of the shortest passage: what is shorter, single texts have.
+# Tokens of the shortest passage; single texts are shorter.
 SHORTEST = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
@@ -34,7 +34,7 @@ def passages(texts: Sequence[str], longest: int) -> dict[int, tuple[str, int]]:
     The logarithms of these lengths are spread evenly between those of `SHORTEST` and `longest`.
     """
     shortest = min(SHORTEST, longest)
-    found = {}
+    joined = {}
     for i in range(0, len(texts), 2):
         # Multiples of the golden ratio, modulo 1, are even over any stretch of texts, and nothing is drawn.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
@@ -45,5 +45,5 @@ def passages(texts: Sequence[str], longest: int) -> dict[int, tuple[str, int]]:
                 break
             parts.append(texts[(i + following) % len(texts)])
             words += len(parts[-1].split())
-        found[i] = (" ".join(parts), length)
-    return found
+        joined[i] = (" ".join(parts), length)
+    return joined

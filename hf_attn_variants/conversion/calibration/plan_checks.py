@@ -1,8 +1,8 @@
 """Whether text or audio can say how a plan's attentions are to be fitted."""
 
-from ...modeling.fields.field_checks import NONE
 from ...modeling.fields.kernel_fields import has_kernel
-from ...modeling.fields.talking_fields import talks
+from ...modeling.mechanisms.mechanism import NONE
+from ...modeling.mechanisms.talking_heads import KIND, talks
 from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
 from .batches import check_targets
@@ -13,7 +13,7 @@ __all__ = ["is_calibrated", "why_not_calibrated"]
 def why_not_calibrated(plan: ConversionPlan) -> str | None:
     """Return why no text can say how the plan's source is to be pooled; None where it can."""
     if talks(plan.source_config):
-        names = [name for name in plan.source_config.talking_fields() if name.endswith("talking_heads")]
+        names = [name for name in plan.source_config.talking_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(plan.source_config, name)) not in (None, NONE))
         what = f"the source has talking heads ({kind!r}), whose do not"
         return f"it fits heads whose weights sum to one; {what}"

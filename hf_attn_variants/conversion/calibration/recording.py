@@ -136,7 +136,7 @@ def recorded_inputs(
 
 
 class _AllRecorded(Exception):
-    """Ends a forward pass that has nothing left to record."""
+    """Ends a forward pass once everything is recorded."""
 
 
 class _Recorder:

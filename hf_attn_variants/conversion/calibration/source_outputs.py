@@ -29,7 +29,7 @@ from .batches import (
 __all__ = ["SourceOutputs"]
 
 MASKED = 0.15  # of the tokens, as in arXiv 1810.04805
-# Fewer embeddings have no mean worth taking away.
+# With fewer embeddings than this no mean is subtracted.
 LEAST_CENTRED = 4
 
 
@@ -72,12 +72,12 @@ class SourceOutputs:
         """Return how near another model of the same class is; how it generates is the calibration's for that time."""
         training = model.training
         with self._generating_alike(model):
-            found = self._outputs(model.eval())
+            outputs = self._outputs(model.eval())
         model.train(training)
         examples = sum(len(next(iter(batch.values()))) for batch in self._batches)
-        value, losses = _compared(self._measure, self._own, found)
-        if "loss" in self._own and "loss" in found:
-            losses = _losses(self._own["loss"], found["loss"])
+        value, losses = _compared(self._measure, self._own, outputs)
+        if "loss" in self._own and "loss" in outputs:
+            losses = _losses(self._own["loss"], outputs["loss"])
         return Quality(self._measure, value, BOUNDS[self._measure], examples, losses)
 
     @contextmanager
@@ -99,10 +99,12 @@ class SourceOutputs:
         device = next(model.parameters()).device
         for batch in progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False):
             labels = batch.get("labels")
-            given = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-            given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
-            given = read_by_decoder(given) if is_source else read_by_encoder(given)
-            for name, value in self._of_batch(model, given, labels, is_source).items():
+            arguments = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+            arguments = {
+                name: each.to(model.dtype) if each.is_floating_point() else each for name, each in arguments.items()
+            }
+            arguments = read_by_decoder(arguments) if is_source else read_by_encoder(arguments)
+            for name, value in self._of_batch(model, arguments, labels, is_source).items():
                 outputs.setdefault(name, []).extend(value)
         return {name: rows if name == "tokens" else torch.stack(rows) for name, rows in outputs.items() if rows}
 
@@ -116,11 +118,11 @@ class SourceOutputs:
             return {"predictions": _predictions(output, batch)}
         if labels is None:
             labels = continuations(batch["decoder_input_ids"], batch["decoder_attention_mask"])
-        found: dict[str, Any] = {"loss": _token_losses(output, labels)}
+        outputs: dict[str, Any] = {"loss": _token_losses(output, labels)}
         if self._measure == "tokens":
             # What the source writes is what its decoder was given.
-            found["tokens"] = written_tokens(batch if written is None else written, self._generation)
-        return found
+            outputs["tokens"] = written_tokens(batch if written is None else written, self._generation)
+        return outputs
 
     def _written(self, model: Any, batch: Batch) -> Batch:
         """Return a decoder's arguments that lead to what a model writes of a batch."""
@@ -196,24 +198,24 @@ def _embeddings(output: Any, batch: Batch) -> torch.Tensor:
 
 
 def _compared(
-    measure: str, source: dict[str, Any], found: dict[str, Any]
+    measure: str, source: dict[str, Any], converted: dict[str, Any]
 ) -> tuple[float | None, tuple[float, float] | None]:
     """Return the value of a `Quality`, and the losses, by its measure."""
     if measure == "tokens":
-        pairs = list(zip(source["tokens"], found["tokens"], strict=True))
+        pairs = list(zip(source["tokens"], converted["tokens"], strict=True))
         changed = sum(edit_distance(a, b) for a, b in pairs)
         return changed / max(1, sum(len(a) for a, _ in pairs)), None
     if measure == "loss":
-        losses = _losses(source["loss"], found["loss"])
+        losses = _losses(source["loss"], converted["loss"])
         return (None, None) if losses is None else (losses[1] - losses[0], losses)
     if measure == "predictions":
-        return float((source["predictions"] != found["predictions"]).float().mean()), None
-    own, others = source["embeddings"], found["embeddings"]
+        return float((source["predictions"] != converted["predictions"]).float().mean()), None
+    own, others = source["embeddings"], converted["embeddings"]
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
     cosine = float(cosine_similarity(own - mean, others - mean).mean())
     return (cosine if math.isfinite(cosine) else None), None
 
 
-def _losses(source: torch.Tensor, found: torch.Tensor) -> tuple[float, float] | None:
-    before, after = float(source.mean()), float(found.mean())
+def _losses(source: torch.Tensor, converted: torch.Tensor) -> tuple[float, float] | None:
+    before, after = float(source.mean()), float(converted.mean())
     return (before, after) if math.isfinite(before) and math.isfinite(after) else None

@@ -86,15 +86,15 @@ def _read_examples(
 ) -> tuple[list[Any], list[str] | None]:
     """Read texts, or pairs of them, and the targets, if any."""
     of_texts, of_targets = "`columns` (--calibration_columns)", "`target_column` (--calibration_target_column)"
-    found = text_columns([path], columns, of_texts)
-    if found:
+    text_names = text_columns([path], columns, of_texts)
+    if text_names:
         if target_file is not None:
             raise ValueError(
                 f"`target_file` (--calibration_target_file) is for lines of text; a table takes {of_targets}."
             )
         named = of_texts + (f" and {of_targets}" if target_column else "")
-        rows = read_columns([path], [*found, *([target_column] if target_column else [])], named)
-        texts = [row[: len(found)] if len(found) == 2 else row[0] for row in rows]
+        rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], named)
+        texts = [row[: len(text_names)] if len(text_names) == 2 else row[0] for row in rows]
         return texts, [row[-1] for row in rows] if target_column else None
     if target_column is not None:
         raise ValueError(f"{of_targets} is for a table; {path} is none.")

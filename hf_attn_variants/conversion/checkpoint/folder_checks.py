@@ -78,32 +78,32 @@ def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
 
 def check_no_adapter(name: str, files: list[str], folder: Path | None = None) -> None:
     """Raise ValueError if among the files of a checkpoint, in `folder` if they are here, is an adapter of peft."""
-    found = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
-    if not found:
+    adapter_files = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
+    if not adapter_files:
         return
     kind, beside = "an adapter alone, and no model", ""
     if {*WEIGHTS} & {*files}:
         kind = "an adapter beside whole weights"
-        beside = f"; without {' and '.join(found)} the folder is the model alone"
+        beside = f"; without {' and '.join(adapter_files)} the folder is the model alone"
     base, model_class = _adapted(folder) if folder is not None else ("BASE", "AutoModel")
     package = "hf_attn_variants" if model_class.startswith("AttnVariant") else "transformers"
-    given, merged = (json.dumps(each) for each in (name, f"{name.rstrip('/')}-merged"))
+    quoted, merged = (json.dumps(each) for each in (name, f"{name.rstrip('/')}-merged"))
     code = (
         f"from {package} import {model_class} as M; from peft import PeftModel as P; "
-        f'P.from_pretrained(M.from_pretrained("{base}"), {given}).merge_and_unload().save_pretrained({merged})'
+        f'P.from_pretrained(M.from_pretrained("{base}"), {quoted}).merge_and_unload().save_pretrained({merged})'
     )
     raise ValueError(
-        f"{name} holds {kind} ({', '.join(found)}), made for {base}: merge it first, by `python -c "
+        f"{name} holds {kind} ({', '.join(adapter_files)}), made for {base}: merge it first, by `python -c "
         f"{shlex.quote(code)}`{beside}."
     )
 
 
 def check_no_pickle(name: str, files: list[str]) -> None:
     """Raise ValueError if the weights among the files of a checkpoint are pickles alone."""
-    found = [file for file in WEIGHTS if file in files]
-    if found and found[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
+    weights = [file for file in WEIGHTS if file in files]
+    if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
         raise ValueError(
-            f"{name}: {found[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
+            f"{name}: {weights[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
             "allow_pickle=True (--allow_pickle of `attn-variants convert`, which makes such a copy) to read its "
             "tensors with weights_only=True."
         )
@@ -112,11 +112,11 @@ def check_no_pickle(name: str, files: list[str]) -> None:
 def _adapted(folder: Path) -> tuple[str, str]:
     """Return the base of an adapter and its class; placeholders for what is not said, or is no plain name."""
     try:
-        found = load_json(folder / "adapter_config.json")
+        values = load_json(folder / "adapter_config.json")
     except (OSError, ValueError):
-        found = None
-    found = found if isinstance(found, dict) else {}
-    base, mapping = found.get("base_model_name_or_path"), found.get("auto_mapping")
+        values = None
+    values = values if isinstance(values, dict) else {}
+    base, mapping = values.get("base_model_name_or_path"), values.get("auto_mapping")
     model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     return (
         base if isinstance(base, str) and re.fullmatch(r"[\w./~ -]+", base) else "BASE",

@@ -62,10 +62,10 @@ def _held_mismatches() -> Iterator[list[str]]:
     held: list[logging.LogRecord] = []
 
     def hold(record: logging.LogRecord) -> bool:
-        found = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
-        if found is None:
+        line = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
+        if line is None:
             return record.levelno >= level
-        reports.append(f"{found[1]}: {found[2].strip()}")
+        reports.append(f"{line[1]}: {line[2].strip()}")
         held.append(record)
         return False
 
@@ -86,9 +86,9 @@ def _held_mismatches() -> Iterator[list[str]]:
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer; errors as for `reading_checkpoint` and `check_learned_tokens`."""
-    with reading_checkpoint(source) as found:
-        check_tokenizer_files(found)
-        tokenizer = AutoTokenizer.from_pretrained(found, **options)
+    with reading_checkpoint(source) as folder:
+        check_tokenizer_files(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
     return tokenizer
 

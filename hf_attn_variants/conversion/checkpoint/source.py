@@ -189,11 +189,11 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     left_out: list[str] = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
-        found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        found = sorted(name for name in found if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
-        skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
-        skipped += [name for name in found if name not in skipped and _is_refused(folder, relative / name, modules)]
-        subfolders[:] = [name for name in found if name not in skipped]
+        inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
+        inside = sorted(name for name in inside if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
+        skipped = [name for name in inside if relative == Path(".") and _is_skipped_folder(name)]
+        skipped += [name for name in inside if name not in skipped and _is_refused(folder, relative / name, modules)]
+        subfolders[:] = [name for name in inside if name not in skipped]
         left_out += [f"{(relative / name).as_posix()}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()

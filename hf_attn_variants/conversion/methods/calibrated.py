@@ -189,18 +189,18 @@ def _with_shared_keys(
     """Return the attention with the key head that serves each group best, and queries for it; moments as given."""
     query, key = (_augmented(tensors, role, heads) for role in ("query", "key"))  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
-    kept = []
+    energies = []
     for group, moment in zip(groups, keys, strict=True):
         metric = [square_root(_with_unseen(queries[head], query[head])) for head in group]
         moment = _with_unseen(moment, key[group].flatten(0, 1))
         shared, old, energy = _shared_head(key[group], metric, moment)
-        kept.append(round(energy, 4))
+        energies.append(round(energy, 4))
         refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
         scale = _balance(refitted, shared)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
     changed = tensors.parted("query", torch.cat(new["query"])) | tensors.parted("key", torch.cat(new["key"]))
-    return _replaced(tensors, changed, {"kept_key_energy": kept})
+    return _replaced(tensors, changed, {"kept_key_energy": energies})
 
 
 def _with_shared_values(
@@ -210,18 +210,18 @@ def _with_shared_values(
     value = _augmented(tensors, "value", heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
-    kept = []
+    energies = []
     for group, of_heads in zip(groups, moments.values, strict=True):
         metric = [square_root(weight.T @ weight) for weight in output[group]]
         moment = _with_unseen(of_heads.mean(0), value[group].flatten(0, 1))
         shared, old, energy = _shared_head(value[group], metric, moment)
-        kept.append(round(energy, 4))
+        energies.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
         scale = _balance(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
     changed = {"output_weight": torch.cat(new["output"]).T} | tensors.parted("value", torch.cat(new["value"]))
-    return _replaced(tensors, changed, {"kept_value_energy": kept})
+    return _replaced(tensors, changed, {"kept_value_energy": energies})
 
 
 def _replaced(

@@ -19,6 +19,7 @@ from ...modeling.attention.attention_interface import OWN_FUNCTIONS, eager_atten
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.mechanisms.patterns.compressed_pattern import compressing
+from ...modeling.mechanisms.talking_heads import M2L, PROJECTIONS, X2L
 from ...modeling.ops.reach import TransientGlobal
 from ...modeling.ops.softmax_attention import attention_with_weights
 from ...modeling.ops.variant_attention import VariantAttention
@@ -232,10 +233,10 @@ def _maps_of_call(
 ) -> AttentionMaps:
     """Return the maps of one call: what came before its weights, and these [1, h_v, n, m] as the model has them."""
     decodes, heads = site.stack == "decoder", core.heads
-    projs = {name: getattr(core, name, None) for name in ("logits_proj", "weights_proj")}
+    logits_proj, weights_proj = (getattr(core, name, None) for name in PROJECTIONS)
     if not core.projection_names:
         last = ("weights", "attention weights", "head", _reads(heads.output, heads.key))
-    elif projs["weights_proj"] is None:
+    elif weights_proj is None:
         last = ("weights_before", "weights after the softmax", "softmax head", _reads(heads.output, heads.value))
     else:
         last = (
@@ -252,7 +253,7 @@ def _maps_of_call(
         query_tokens=labels["target" if decodes else "text"],
         key_tokens=_key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"]),
         stages=(*mixed, Stage(name, title, head, _cpu(weights[0]), reads)),
-        projections=_projections(**projs),
+        projections=_projections(logits_proj, weights_proj),
         kv_heads=heads.key,
         dynamic=core.dynamic_names,
     )
@@ -286,7 +287,7 @@ def _mixing_stages(
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
     is_causal = mask is None and query.shape[2] > 1 and asked
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits_proj, weights_proj = (getattr(module, name, None) for name in ("logits_proj", "weights_proj"))
+    logits_proj, weights_proj = (getattr(module, name, None) for name in PROJECTIONS)
     heads, kv_heads = query.shape[1], key.shape[1]
     reads_keys = _reads(heads, kv_heads)
     options: dict[str, Any] = {
@@ -295,7 +296,7 @@ def _mixing_stages(
         "logits_proj": logits_proj,
         "score": module.score,
     }
-    options |= {name: kwargs.get(name) for name in ("x2l", "m2l")}
+    options |= {name: kwargs.get(name) for name in (X2L, M2L)}
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     _, weights = attention_with_weights(query, key, no_values, mask, position_bias, **options)  # [1, h, n, m]
     stages = []
@@ -303,7 +304,7 @@ def _mixing_stages(
         repeated = key.repeat_interleave(heads // kv_heads, dim=1)
         # [1, h_k, n, m]
         logits = scaling * query @ repeated.mT if module.score is None else module.score(query, key)
-        mixed = _mixed(logits, logits_proj, kwargs.get("x2l"), kwargs.get("m2l"))  # [1, h, n, m]
+        mixed = _mixed(logits, logits_proj, kwargs.get(X2L), kwargs.get(M2L))  # [1, h, n, m]
         allowed = _allowed(weights[:, :1], mask, is_causal)
         before, after = (_centred(states, allowed) for states in (logits, mixed))
         stages.append(

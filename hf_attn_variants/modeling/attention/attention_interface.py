@@ -9,6 +9,7 @@ import torch
 from ..mechanisms.patterns.compressed_pattern import compressing
 from ..mechanisms.patterns.global_tokens import global_tokens_of, with_global_tokens_first
 from ..mechanisms.patterns.scattered_attention import attend_in_blocks, gathers
+from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
 from ..ops.flex_windows import attention_in_windows
 from ..ops.memory_efficient_attention import talking_heads_attention
 from ..ops.padded_rows import from_first_token
@@ -51,7 +52,7 @@ def eager_attention_forward(
         told = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
         attention_mask, position_bias = as_full_attention(*told)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    options |= _projections(module) | {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
+    options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
@@ -111,7 +112,7 @@ def sdpa_attention_forward(
 
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
-    return {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+    return {name: getattr(module, name, None) for name in PROJECTIONS}
 
 
 def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..fields.loading_checks import check_implementation
+from ..fields.composition import check_implementation
 from ..mechanisms.patterns.global_tokens import check_global_mask
 from ..mechanisms.talking_heads import projection_shapes, projection_std
 from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
@@ -221,10 +221,10 @@ class AttentionVariantMixin(_Attention):
         if cache is None:
             return latent
         cache = getattr(cache, "self_attention_cache", cache)
-        kept = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
-        if kept is not None and kept.shape[1::2] != latent.shape[1::2]:
+        past = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
+        if past is not None and past.shape[1::2] != latent.shape[1::2]:
             raise ValueError(
                 f"This attention keeps {latent.shape[-1]} numbers a token, its latent (`kv_lora_rank`); the cache "
-                f"handed over has {kept.shape[1]} heads of {kept.shape[-1]}."
+                f"handed over has {past.shape[1]} heads of {past.shape[-1]}."
             )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]

@@ -72,7 +72,7 @@ class AttentionSite:
 
     @property
     def place_prefix(self) -> str:
-        """What the names of its own fields begin with, where cross-attention has some: "cross_", or its stack's."""
+        """What the names of its place's fields begin with: "cross_" for cross-attention, else its stack's prefix."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
     def stack_of(self, config: Any) -> str:
@@ -101,7 +101,8 @@ class AttentionSite:
         prefix, layer = self.stack_prefix, self.layer(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # A softmax between kernels: its mask is of padding alone, as theirs are, so it knows what is later.
+            # A layer with a softmax in a stack with kernels: masks are of padding alone there, so the layer itself
+            # leaves out later keys.
             return None if self.kernel(config, path, is_causal) is not None else Reach.of(None, 1, 0, is_causal)
         if self.is_cross_attention or pattern is None:
             return None

@@ -16,7 +16,7 @@ __all__ = ["KernelStateLayer", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
-    """The layer of a dynamic cache that keeps the state of a causal kernel, as large for any number of tokens."""
+    """The layer of a dynamic cache that keeps a causal kernel's state, of the same size for any number of tokens."""
 
     is_croppable = False
 
@@ -39,7 +39,7 @@ class KernelStateLayer(DynamicLayer):
         return self.tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask is of, and where it begins: of all tokens."""
+        """Return how many keys a mask covers, and the first of them: all tokens."""
         return self.tokens_seen + query_length, 0
 
     def reset(self) -> None:
@@ -68,8 +68,8 @@ class KernelStateLayer(DynamicLayer):
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
-            kept = (None if tensor is None else change(tensor) for tensor in self.state)
-            self.state = type(self.state)._make(kept)
+            changed = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)._make(changed)
 
 
 def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | None) -> None:
@@ -141,7 +141,7 @@ def keep_window(cache: Any, layer: int, before: int) -> None:
 
 
 def layers_up_to(cache: Any, layer: int) -> list[Any]:
-    """Return the layers that a cache has for self-attention, as many as to reach this one."""
+    """Return a cache's layers for self-attention; where there are too few for this one, new ones are added."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..fields.talking_fields import talks
+from ..mechanisms.talking_heads import talks
 from ..upstream import Arguments, check_called, check_method, known_imports, upstream_class
 from ..variant_names import EAGER, SDPA
 from .latent_attention import holds_latent
@@ -15,7 +15,7 @@ with known_imports():
 
 __all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_all_but_memory"]
 
-# What has a row for each sentence, and keeps it where beams share the memory.
+# Inputs that keep one row a sentence where beams share the memory.
 ONCE = ("encoder_outputs", "attention_mask")
 
 
@@ -67,14 +67,14 @@ def expand_all_but_memory(
         input_ids: the decoder's.
         kwargs: the model's other inputs.
     """
-    kept = {}
+    once = {}
     if shares and is_encoder_decoder and kwargs.get("encoder_outputs") is not None:
-        kept = {name: kwargs.pop(name) for name in ONCE if name in kwargs}
+        once = {name: kwargs.pop(name) for name in ONCE if name in kwargs}
         is_encoder_decoder = False  # else upstream asks for the outputs
     input_ids, kwargs = expand(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
-    return input_ids, kwargs | kept
+    return input_ids, kwargs | once
 
 
 class BeamsShareMemory(_Generation):
@@ -83,7 +83,7 @@ class BeamsShareMemory(_Generation):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        # Our attention functions read a memory once; those of others do not know how, and heads that talk do not fold.
+        # Only our attention functions read one memory for all beams, and not where heads talk.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not talks(self.config, "cross_")
         upstreams: Any = super()

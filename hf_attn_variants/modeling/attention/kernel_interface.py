@@ -9,7 +9,7 @@ from ..ops.query_folding import is_exporting
 
 __all__ = ["attend_by_kernel", "kernel_attention_forward", "keys_read", "weights_of_kernel"]
 
-# The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
+# The attribute of a cache's layer that holds the state of a memory, with the keys and the mask it was made from.
 MEMORY_STATE = "_memory_state"
 
 
@@ -111,13 +111,13 @@ def kernel_attention_forward(
         output, layer.state = attend_by_kernel(*call, layer.state)
         return output, None
     # Of cross-attention: the memory and its mask do not change between decoding steps.
-    kept, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
-    if kept is None or kept[0] is not key or not _are_equal(kept[1], read):
+    stored, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
+    if stored is None or stored[0] is not key or not _are_equal(stored[1], read):
         output, state = attend_by_kernel(*call)
         if state is not None:
             setattr(layer, MEMORY_STATE, (key, read, state))
         return output, None
-    return kernel.read_state(module, query, kept[2], scaling), None
+    return kernel.read_state(module, query, stored[2], scaling), None
 
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

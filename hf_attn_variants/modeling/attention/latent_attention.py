@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..mechanisms.talking_heads import M2L
 from ..ops.query_folding import is_exporting
 from ..ops.variant_attention import VariantAttention, wants_weights
 from ..upstream import known_imports
@@ -32,7 +33,6 @@ check_caches()
 
 __all__ = [
     "EXPANDED",
-    "LatentProjection",
     "absorbs",
     "attend_to_latent",
     "by_head",
@@ -40,20 +40,14 @@ __all__ = [
     "is_plain",
     "is_short",
     "keys_and_values",
+    "latent_flops",
     "shared_latent",
 ]
 
 # The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
-# A value's bias counts times the row sums of the weights, which then are made: for so many queries at most.
+# A value's bias is multiplied by the row sums of the weights, which are made for that, of at most so many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
-
-
-class LatentProjection(nn.Linear):
-    """The map A [r, D] from the memory to its latent, without bias."""
-
-    def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
-        super().__init__(width, rank, bias=False, **kwargs)
 
 
 class LatentLayer(DynamicLayer):
@@ -75,7 +69,7 @@ class LatentLayer(DynamicLayer):
 
 
 class SharedLatentLayer(DynamicLayer):
-    """The layer of a cache that has the latent of another layer, the first: what happens to that happens once."""
+    """The layer of a cache that shows the latent of the first layer, so that the latent is reordered once for all."""
 
     def __init__(self, first: Any) -> None:
         self.first = first  # upstream's constructor would set what is read from it
@@ -199,13 +193,13 @@ def keys_and_values(
 def _kept_expanded(
     module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = vars(layer).setdefault(EXPANDED, {})
-    found = kept.get(module.layer_idx)
+    by_layer = vars(layer).setdefault(EXPANDED, {})
+    expanded = by_layer.get(module.layer_idx)
     # Beams that were reordered or repeated have another latent.
-    if found is None or found[0] is not latent:
+    if expanded is None or expanded[0] is not latent:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        found = kept[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, *sizes))
-    return found[1:]
+        expanded = by_layer[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, *sizes))
+    return expanded[1:]
 
 
 def absorbs(
@@ -219,7 +213,7 @@ def absorbs(
     if module.score is not None:  # of keys, which are no latents
         return False
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
-    if "m2l" in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
+    if M2L in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
@@ -235,6 +229,41 @@ def absorbs(
     absorbed = rows * rank * (numbers + heads * read)
     expanded = memories * memory_length * rank * kv_size + rows * read * numbers
     return absorbed < expanded
+
+
+def latent_flops(
+    module: VariantAttention,
+    maps: tuple[nn.Linear, nn.Linear],
+    attended: int,
+    batch_size: int,
+    is_step: bool,
+    is_memory_kept: bool,
+) -> tuple[int, int]:
+    """Return the floating-point operations of a token of the memory, and of a token that asks, in the cheaper form.
+
+    What makes the latent is not counted.
+
+    Args:
+        module: the attention.
+        maps: those of keys and of values; they may be on the meta device.
+        attended: m, the tokens of the memory that a query reads.
+        batch_size: b.
+        is_step: whether one token asks, a decoder's next one, and not all of a text at once.
+        is_memory_kept: whether all steps read the same memory, as in cross-attention.
+    """
+    heads, (key, value) = module.heads, maps
+    query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
+    latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
+    plain = (
+        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
+    )
+    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # of all query and all value heads
+    is_kept = is_memory_kept and is_short(latent)
+    if not is_kept and absorbs(module, query, latent, (next(plain), next(plain)), {}):
+        return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
+    expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
+    # Made once of each token of a memory that is kept, or read in one pass; anew in each step of a decoder.
+    return (0, attends + attended * expanded) if is_step and not is_kept else (expanded, attends)
 
 
 def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:

@@ -10,34 +10,25 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..fields.composition import check_implementation
 from ..fields.kernel_fields import has_kernel
-from ..fields.loading_checks import (
-    adds_talking_heads,
-    beginning_of_talking_heads,
-    check_implementation,
-    warn_of_positions,
-)
-from ..fields.score_fields import score_name
-from ..fields.talking_fields import keeps_cache
+from ..fields.loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
 from ..fields.variant_config import can_cache
 from ..host_trial import try_host
 from ..mechanisms.additive_score import score_of
 from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import drawn_names
+from ..mechanisms.latents import add_latent_map
 from ..mechanisms.patterns.compressed_pattern import compression_of
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..mechanisms.talking_heads import PROJECTION_KEYS
+from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, keeps_cache
 from ..ops.padded_rows import settle_padding
 from ..travel import lies_in_a_room
-from ..upstream import changed, check_attributes, known_imports, refuse_two_caches
+from ..upstream import changed, check_attributes, refuse_two_caches
 from ..upstream_checks import check_models, check_paths
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, named_attentions, sites_root
-from .latent_attention import LatentProjection
-
-with known_imports():
-    from transformers import initialization as init
 
 __all__ = [
     "AttnVariantModelMixin",
@@ -75,8 +66,8 @@ class AttnVariantModelMixin(_Model):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Saving needs to know which Auto class a class answers to, one that is derived from ours as well; the
-        # configuration says so once.
+        # Saving asks each class for its Auto class, also a class that somebody derives from ours; the configuration
+        # has the list.
         names = {base.__name__ for base in cls.__mro__}
         auto_classes = getattr(cls.config_class, "auto_classes", {})
         if (auto_class := next((each for each, name in auto_classes.items() if name in names), None)) is not None:
@@ -84,12 +75,12 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
+        """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
         if not lies_in_a_room(cls):
             super().register_for_auto_class(auto_class)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(config, "talking_heads_dynamic"):
+        if not hasattr(config, DYNAMIC):
             wanted: Any = self.config_class
             raise ValueError(
                 f"{type(self).__name__} needs a variant configuration, got {type(config).__name__}: make one by "
@@ -110,7 +101,7 @@ class AttnVariantModelMixin(_Model):
         _check_installed(self)
         # Not missing: `from_pretrained` says in one line what they begin as.
         new = list(_added_keys(self, _added_heads.get()))
-        # Drawn again by the configuration's seed, where a checkpoint has none.
+        # Random numbers that a checkpoint lacks are drawn again by the configuration's seed.
         drawn = [rf"\.{name}$" for name in drawn_names()]
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
@@ -131,7 +122,7 @@ class AttnVariantModelMixin(_Model):
 
     @property
     def stack_name(self) -> str | None:
-        """What a whole model calls it, of a class that is one of two stacks."""
+        """The name that a whole model has for this class, if it is an encoder or a decoder; else None."""
         return None
 
     @classmethod
@@ -149,9 +140,6 @@ class AttnVariantModelMixin(_Model):
         if (init_projections := getattr(module, "init_projections", None)) is not None:
             init_projections()
         init_kernel(module)
-        if isinstance(module, LatentProjection):
-            # Keys and values then have the spread that upstream's rule means them to have.
-            init.normal_(module.weight, mean=0.0, std=module.out_features**-0.5)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
@@ -264,28 +252,21 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
         _resize(module, site.output, in_features=heads.output * heads.value_dim),
     ]
     if any(resized):
-        # T5's rule for new projections is that of the attention around them.
+        # T5's rule has the attention initialise the projections inside it.
         vars(module)["_is_hf_initialized"] = False
     root = sites_root(model)
     if rank < width and site.latent_map(root, path) is None:  # a shared one is there after the first
-        _add_latent(root, site.latent_path(path), width, rank)
+        add_latent_map(root, site.latent_path(path), width, rank)
     core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
-    # The encoder's outputs are there in each step, of which cross-attention makes its terms; what a latent was made of
-    # them, layers share and a cache alone has.
+    # Cross-attention makes its terms from the encoder's outputs, which are there in each step. Where it has a smaller
+    # latent it makes them from that, which is in the cache alone after the first step.
     core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score = score_of(core, heads, score_name(model.config, site.place_prefix))
+    core.score = score_of(core, heads, model.config, site.place_prefix)
     core.compression = compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal))
     settle_padding(core, model.config)
-
-
-def _add_latent(root: nn.Module, path: str, width: int, rank: int) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = root.get_submodule(parent)
-    like = next(owner.parameters())
-    owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

@@ -8,12 +8,8 @@ from typing import Any
 from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
 
 __all__ = [
-    "DYNAMIC_PROJECTIONS",
     "MAX_LABELS",
     "MAX_LAYERS",
-    "NONE",
-    "TALKING_HEADS",
-    "TALKING_HEADS_INITS",
     "check_buckets",
     "check_format",
     "check_head_size",
@@ -21,33 +17,23 @@ __all__ = [
     "check_size",
     "check_value_groups",
     "checked_count",
-    "checked_dynamic",
     "checked_kv_heads",
     "checked_rank",
-    "checked_talking_heads",
     "checked_value_head_dim",
     "nearest",
     "without_prefix",
     "wrong_kinds_explained",
 ]
 
-TALKING_HEADS = ("logits", "weights", "both")
-TALKING_HEADS_INITS = ("identity", "random")
-# Of a place that is not to inherit talking heads.
-NONE = "none"
-
-# Each dynamic projection with the static projection that it is added to.
-DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
-
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
 MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
 # What names of one stack's fields, or of cross-attention's, begin with; and how many letters a name may be off.
 STACK_NAMES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
-# How other configurations write the words of our fields; a number and T5's sides may be said or left out.
+# How other configurations write the words of our fields, and words that they may add or leave out.
 OTHER_WORDS = {"kv": "key_value", "groups": "heads", "group": "heads"}
 FREE_WORDS = {"num", "n", "encoder", "decoder"}
-# How alike one word has to be, a whole name without its underscores, and how many of all words two names must share.
+# How alike two words have to be, and two whole names without underscores; which share of their words is the same.
 ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
 
 
@@ -64,18 +50,18 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
         edits = [_edits(*pair) for pair in pairs]
         if min(edits) <= MOST_EDITS:
             return without_prefix(pairs[edits.index(min(edits))][1], fields)[1]
-    found = {field: set(_spelled(field)) for field in fields}
-    known = sorted(set().union(*found.values()))
+    words_of = {field: set(_spelled(field)) for field in fields}
+    known = sorted(set().union(*words_of.values()))
     words = {_word(word, known) for word in _spelled(name) if word in known or word not in FREE_WORDS} - {"num"}
 
     def shared(field: str) -> float:
-        own = found[field] - {"num"}
+        own = words_of[field] - {"num"}
         return len(own & words) / len(own | words)
 
-    best = max(found, key=shared)
+    best = max(words_of, key=shared)
     if None not in words and shared(best) >= SHARED_WORDS:
         return best
-    squashed = {field.replace("_", ""): field for field in found}
+    squashed = {field.replace("_", ""): field for field in words_of}
     typed = difflib.get_close_matches(name.lower().replace("_", ""), squashed, n=1, cutoff=ALIKE_NAME)
     return squashed[typed[0]] if typed else None
 
@@ -158,77 +144,6 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
     return value
 
 
-def checked_talking_heads(
-    talking_heads: str | None,
-    init: str,
-    heads: int,
-    softmax_heads: int | None,
-    value_heads: int | None,
-    prefix: str = "",
-) -> tuple[int, int]:
-    """Return the numbers of softmax and value heads for `heads` query heads; None means as many as those before them.
-
-    `prefix` is that of the fields, for messages.
-
-    Raises:
-        ValueError: for an unknown value, or head counts that need a projection which `talking_heads` does not have.
-    """
-    if talking_heads is not None and talking_heads not in TALKING_HEADS:
-        raise ValueError(
-            f'`{prefix}talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.'
-        )
-    if init not in TALKING_HEADS_INITS:
-        raise ValueError(f'`{prefix}talking_heads_init` must be "identity" or "random"; got {init!r}.')
-    softmax_heads = checked_count(f"{prefix}num_softmax_heads", softmax_heads, heads)
-    default_value_heads = softmax_heads if talking_heads == "logits" else heads
-    value_heads = checked_count(f"{prefix}num_value_heads", value_heads, default_value_heads)
-    if talking_heads in (None, "weights") and softmax_heads != heads:
-        raise ValueError(
-            f"`{prefix}num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
-            f'(`{prefix}talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
-            f"{prefix}talking_heads={talking_heads!r}."
-        )
-    if talking_heads in (None, "logits") and value_heads != softmax_heads:
-        raise ValueError(
-            f"`{prefix}num_value_heads` can differ from `{prefix}num_softmax_heads` only with a weights projection "
-            f'(`{prefix}talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
-            f"{prefix}talking_heads={talking_heads!r}."
-        )
-    if talking_heads is not None and init == "identity" and not heads == softmax_heads == value_heads:
-        raise ValueError(
-            f'`{prefix}talking_heads_init="identity"` needs equal head counts: got '
-            f"num_attention_heads={heads}, {prefix}num_softmax_heads={softmax_heads}, "
-            f'{prefix}num_value_heads={value_heads}; use "random" for rectangular projections.'
-        )
-    return softmax_heads, value_heads
-
-
-def checked_dynamic(
-    value: list[str] | tuple[str, ...] | None, talking_heads: str | None, prefix: str = ""
-) -> list[str]:
-    """Return the names of `talking_heads_dynamic` in their own order; None means none.
-
-    `prefix` is that of the fields, for messages.
-
-    Raises:
-        ValueError: unless they are distinct names, each of a projection that `talking_heads` has.
-    """
-    field = f"{prefix}talking_heads_dynamic"
-    if not isinstance(value, list | tuple | None):
-        raise ValueError(f"`{field}` must be a list of names; got {value!r}.")
-    dynamic = list(value or ())
-    known = all(isinstance(name, str) and name in DYNAMIC_PROJECTIONS for name in dynamic)
-    if not known or len(set(dynamic)) != len(dynamic):
-        raise ValueError(f"`{field}` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}.")
-    for name in dynamic:
-        if talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):
-            raise ValueError(
-                f"`{field}` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
-                f"{prefix}talking_heads={talking_heads!r} does not have."
-            )
-    return [name for name in DYNAMIC_PROJECTIONS if name in dynamic]
-
-
 def check_size(field: str, value: int, least: int, most: int | None = None) -> None:
     """Check a size of the model.
 
@@ -302,7 +217,7 @@ def check_buckets(config: Any) -> None:
         ValueError: if there are too few, or the largest distance lies among those that have a bucket each.
     """
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    # An encoder has half of them a side, of which half are of one distance each, the others of logarithms.
+    # An encoder has half of the buckets for each side: half of those hold one distance each, the others a range.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
             "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than "

@@ -8,14 +8,15 @@ from dataclasses import field as dataclass_field
 from typing import Any, NamedTuple
 
 from ..mechanisms.kernels.kernel_table import KERNELS
+from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
-from .field_checks import DYNAMIC_PROJECTIONS, NONE, TALKING_HEADS, TALKING_HEADS_INITS
+from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = ["FIELDS", "LATE_FIELDS", "Field", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):
-    """What texts call the attentions that a prefix stands for, in a description and on a model's card."""
+    """The words for the attentions that a prefix stands for, in descriptions and on model cards."""
 
     attention: str
     layer: str
@@ -75,6 +76,7 @@ class Field(NamedTuple):
         card: what a model's card says that its value is, likewise.
         inherits: whether a twin that is not given, which is None, is the field without a prefix.
         unknown_upstream: what it gives a model that upstream's classes have no form of, in the plural.
+        unconvertible: what it gives a checkpoint that no conversion can start from, in the plural.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Field(NamedTuple):
     card: str | None = None
     inherits: bool = False
     unknown_upstream: str | None = None
+    unconvertible: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ FIELDS = (
         facts=("from_scratch",),
         card="numbers of a value head",
         unknown_upstream="value heads of another size than keys",
+        unconvertible="values of another size than keys",
     ),
     Field(
         "kv_lora_rank",
@@ -177,7 +181,7 @@ FIELDS = (
         "talking_heads_init",
         str,
         "what new projections hold",
-        "identity",
+        IDENTITY,
         prefixes=ALL,
         choices=TALKING_HEADS_INITS,
         facts=("talking", "by_layer"),
@@ -300,12 +304,13 @@ FIELDS = (
         facts=("from_scratch",),
         inherits=True,
         unknown_upstream="additive scores",
+        unconvertible="other scores than dot products",
     ),
 )
 
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
-# Fields that 0.1.0 does not know, nor the number of a format: they are stored where they say something alone.
+# Fields that 0.1.0, which has no number of a format, does not know: they are stored only where they are set.
 LATE_FIELDS = ("value_head_dim", *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits))
 
 

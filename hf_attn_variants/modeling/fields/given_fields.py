@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
+from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
+from ..mechanisms.mechanism import PREFIXES
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from ..mechanisms.talking_heads import DYNAMIC, IDENTITY, INIT, differs_by_place, keeps_cache, talking_places, talks
 from ..ops.reach import MAX_SIZE
 from ..variant_names import COUNTS_TOKENS, SCORES_BY_PLACE, SIZES_VALUES, TALKS_BY_PLACE
 from .field_checks import nearest, without_prefix
@@ -21,7 +23,6 @@ from .field_table import LATE_FIELDS, row_of
 from .kernel_fields import KernelFields
 from .layer_values import without_layer_values
 from .score_fields import score_fields
-from .talking_fields import differs_by_place, keeps_cache, talking_places, talks
 
 __all__ = [
     "UNSAID",
@@ -67,7 +68,7 @@ _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 @contextmanager
 def named_fields(names: Collection[str]) -> Iterator[None]:
-    """Have these be what a user names, where a configuration is made of stored values and of fields on top of them."""
+    """Note the fields that a user names, while a configuration is made of these and of stored values."""
     token = _named.set(names)
     try:
         yield
@@ -77,7 +78,7 @@ def named_fields(names: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Say nothing of stored fields: what is read was read before."""
+    """Give no warning of stored fields while the block runs: it reads a file that has been read before."""
     token = _is_quiet.set(True)
     try:
         yield
@@ -127,10 +128,10 @@ def check_idle(config: Any) -> None:
 
 def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield the fields that are given and have nothing to do: name, default and what is wrong."""
-    if config.talking_heads_init != "identity" and not talks(config):
+    if config.talking_heads_init != IDENTITY and not talks(config):
         yield (
-            "talking_heads_init",
-            "identity",
+            INIT,
+            IDENTITY,
             f"`talking_heads_init` is of talking heads: give `talking_heads` as well; got "
             f"{config.talking_heads_init!r} with talking_heads=None.",
         )
@@ -138,12 +139,12 @@ def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     if config.attention_kernel_seed and not _draws(config):
         drawn = [name for name in KERNELS if kernel_class(name).drawn]
         others = [f"{name}'s" for name in KERNELS if name not in drawn and kernel_class(name).draws(MAX_SIZE, 1)]
-        given = kernels_of(config)
+        kernels = kernels_of(config)
         yield (
             "attention_kernel_seed",
             0,
             f"`attention_kernel_seed` is of random vectors ({', '.join(drawn)}) and of {' and '.join(others)} maps "
-            f"that are wider than a head; got {config.attention_kernel_seed} with {given or 'no kernel'} and "
+            f"that are wider than a head; got {config.attention_kernel_seed} with {kernels or 'no kernel'} and "
             f"attention_kernel_features={config.attention_kernel_features}.",
         )
 
@@ -153,8 +154,7 @@ def _idle_twins(config: Any) -> Iterator[tuple[str, Any, str]]:
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
     for prefix in talking_places(config)[1:]:
         names = [name for name in LATE_FIELDS if name.startswith(prefix)]
-        given = [name for name in names if getattr(config, name, None) is not None]
-        for name in given:
+        for name in [name for name in names if getattr(config, name, None) is not None]:
             value = getattr(config, name)
             if prefix == "cross_" and not has_cross:
                 reason = "cross-attention, which this configuration has none of: give `add_cross_attention=True` too"
@@ -208,14 +208,14 @@ def wrong_name(config_class: Any, name: str) -> str | None:
 
 
 def _upstream_names() -> set[str]:
-    """Return the names that configurations of upstream's have, of any host here."""
-    hosts, found = [KernelFields], set()
+    """Return the names of all fields of upstream's configurations, of all hosts."""
+    hosts, names = [KernelFields], set()
     while hosts:
         host = hosts.pop()
         hosts += host.__subclasses__()
-        found |= {each.name for each in fields(host) if "variant" not in each.metadata}
-        found |= {*getattr(host, "attribute_map", ())}
-    return found
+        names |= {each.name for each in fields(host) if "variant" not in each.metadata}
+        names |= {*getattr(host, "attribute_map", ())}
+    return names
 
 
 def format_of(config: Any) -> int:
@@ -258,16 +258,16 @@ def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _counts_tokens(values: Mapping[str, Any]) -> bool:
-    """Say whether a configuration has what counted from a padded row's beginning in format 1."""
+    """Say whether a configuration has a field that means something else in format 1, for padded rows."""
     counting = [name for name in PATTERNS if pattern_class(name).counts_tokens]
     kernels = [name for name in KERNELS if kernel_class(name).counts_tokens]
     if any(values.get(f"{prefix}num_global_tokens") for prefix in PREFIXES):
         return True
     by_layer = values.get("per_layer_values")
     lists = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
-    found = [values.get(name) for name in (*KERNEL_FIELDS, "attention_pattern", "encoder_attention_pattern")]
-    found += [each for values in lists if isinstance(values, list | tuple) for each in values]
-    return any(isinstance(each, str) and each in (*counting, *kernels) for each in found)
+    said = [values.get(name) for name in (*KERNEL_FIELDS, "attention_pattern", "encoder_attention_pattern")]
+    said += [each for values in lists if isinstance(values, list | tuple) for each in values]
+    return any(isinstance(each, str) and each in (*counting, *kernels) for each in said)
 
 
 def stored_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -276,18 +276,18 @@ def stored_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     One that says something stands among `per_layer_values` too: 0.1.0, which knows neither it nor the number of a
     format, refuses lists of fields that it does not know, and would build a model without it otherwise.
     """
-    kept = {name: value for name, value in values.items() if name not in LATE_FIELDS or value is not None}
-    lists = {name: [kept[name]] * config.layer_count(name) for name in LATE_FIELDS if name in kept}
-    return kept | {"per_layer_values": lists | (kept.get("per_layer_values") or {})} if lists else kept
+    stored = {name: value for name, value in values.items() if name not in LATE_FIELDS or value is not None}
+    lists = {name: [stored[name]] * config.layer_count(name) for name in LATE_FIELDS if name in stored}
+    return stored | {"per_layer_values": lists | (stored.get("per_layer_values") or {})} if lists else stored
 
 
 def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says, without what newly given fields make void."""
+    """Return a configuration's values without those that newly given fields replace."""
     values = without_layer_values(values, fields)
     # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
     # default again.
     named = {*fields, *(fields.get("per_layer_values") or ())}
-    if "talking_heads_dynamic" not in named or keeps_cache(values.get("talking_heads_dynamic")):
+    if DYNAMIC not in named or keeps_cache(values.get(DYNAMIC)):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
 

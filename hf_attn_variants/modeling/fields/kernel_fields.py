@@ -7,11 +7,11 @@ self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_ke
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
+from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
+from ..mechanisms.mechanism import PREFIXES
 from ..mechanisms.patterns.pattern_table import has_pattern
 from .field_checks import check_size
 from .field_table import variant_field
-from .talking_fields import talks
 
 __all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "checked_kernel", "has_kernel"]
 
@@ -75,9 +75,8 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, what a kernel itself refuses
-            (`AttentionKernel.check`), and a kernel beside what needs a softmax: talking heads, a pattern, a latent,
-            T5's relative positions.
+        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, and what a kernel itself
+            refuses (`AttentionKernel.check`).
     """
     kernels = kernels_of(config)
     for each, name in kernels.items():
@@ -92,7 +91,7 @@ def check_kernels(config: Any) -> None:
                 f"{config.attention_kernel_features} with {kernels or 'no kernel'}."
             )
     for each, name in kernels.items():
-        _check_composition(config, each, name)
+        kernel_class(name).check(config, each)
 
 
 def checked_kernel(field: str, value: Any) -> str | None:
@@ -105,32 +104,3 @@ def checked_kernel(field: str, value: Any) -> str | None:
         known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
         raise ValueError(f"`{field}` must be None (softmax), or one of {known}; got {value!r}.")
     return value
-
-
-def _check_composition(config: Any, field: str, name: str) -> None:
-    prefix = field.removesuffix("attention_kernel")
-    if talks(config, prefix):
-        own = f"{prefix}talking_heads" if getattr(config, f"{prefix}talking_heads", None) else "talking_heads"
-        raise ValueError(
-            f"`{field}` and `{own}` cannot stand together: heads talk before or after a softmax; got {name!r} "
-            f"and {getattr(config, own)!r}."
-        )
-    pattern = f"{prefix}attention_pattern"
-    if getattr(config, pattern, None) is not None:
-        raise ValueError(
-            f"`{field}` and `{pattern}` cannot stand together: a window is of a softmax; got {name!r} and "
-            f"{getattr(config, pattern)!r}."
-        )
-    kernel_class(name).check(config, field)
-    rank = f"{prefix}kv_lora_rank"
-    if getattr(config, rank, None) is not None:
-        raise ValueError(
-            f"`{field}` and `{rank}` cannot stand together: a latent keeps what a kernel does not read again; got "
-            f"{name!r} and {getattr(config, rank)}."
-        )
-    is_biased = hasattr(config, "relative_attention_num_buckets") and prefix != "cross_"
-    if is_biased and getattr(config, "position_embedding_type", None) != "sinusoidal":
-        raise ValueError(
-            f"`{field}` is of attention without relative positions: T5's bias of a query and a key is no product of "
-            f'features. Give `position_embedding_type="sinusoidal"`, or `cross_attention_kernel` alone; got {name!r}.'
-        )

@@ -7,7 +7,9 @@ nobody read the field of the whole model; it is read here and turned into these 
 from collections.abc import Mapping
 from typing import Any
 
-from .field_checks import DYNAMIC_PROJECTIONS, NONE, checked_kv_heads, checked_rank
+from ..mechanisms.mechanism import NONE
+from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
+from .field_checks import checked_kv_heads, checked_rank
 from .field_table import FIELDS, LATE_FIELDS, row_of
 from .kernel_fields import checked_kernel
 from .pattern_fields import checked_pattern_size
@@ -17,7 +19,7 @@ __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value
 
 LayerValue = int | str | list[str] | None
 
-# How the names of fields end that may differ by layer.
+# The fields that may differ by layer, without their prefix.
 DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
@@ -31,13 +33,13 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         ValueError: for an unknown field, a list of another length than there are layers, a value that the field
             cannot have, or another one given for the whole model, and for several kernels.
     """
-    given = config.per_layer_values
-    if given is None:
+    lists = config.per_layer_values
+    if lists is None:
         return None
-    if not isinstance(given, Mapping):
-        raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {given!r}.")
-    kept = {}
-    for name, values in given.items():
+    if not isinstance(lists, Mapping):
+        raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {lists!r}.")
+    differing = {}
+    for name, values in lists.items():
         if _is_as_stored(config, name, values):
             continue
         _check_differs_by_layer(config, name)
@@ -47,16 +49,16 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         checked = [_checked(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
             raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
-        whole, given = _of_all(name, checked), getattr(config, name)
-        given = list(given) if isinstance(given, tuple) else given
+        whole, of_all = _of_all(name, checked), getattr(config, name)
+        of_all = list(of_all) if isinstance(of_all, tuple) else of_all
         prefix, row = row_of(name)
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
-        if given not in unsaid:
-            raise ValueError(f"`{name}` is {given} and `per_layer_values` gives its layers {checked}: leave it out.")
+        if of_all not in unsaid:
+            raise ValueError(f"`{name}` is {of_all} and `per_layer_values` gives its layers {checked}: leave it out.")
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):
-            kept[name] = checked
-    return kept or None
+            differing[name] = checked
+    return differing or None
 
 
 def from_per_layer_config(
@@ -83,20 +85,20 @@ def from_per_layer_config(
 
 
 def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without those that `fields`, newly given for all layers or by layer, replace."""
+    """Return a configuration's values without those that newly given `fields` replace, as one value or by layer."""
     by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
-    kept = {name: value for name, value in values.items() if name not in new}
-    return {**kept, "per_layer_values": by_layer or None}
+    others = {name: value for name, value in values.items() if name not in new}
+    return {**others, "per_layer_values": by_layer or None}
 
 
 def value_or_list(values: Mapping[str, Any], name: str) -> Any:
     """Return what a configuration's values say of a field: one value, or a list of those of layers that differ."""
-    found = (values.get("per_layer_values") or {}).get(name)
-    if not isinstance(found, list | tuple) or not found:
+    of_layers = (values.get("per_layer_values") or {}).get(name)
+    if not isinstance(of_layers, list | tuple) or not of_layers:
         return values.get(name)
-    return found[0] if all(value == found[0] for value in found) else list(found)
+    return of_layers[0] if all(value == of_layers[0] for value in of_layers) else list(of_layers)
 
 
 def _is_as_stored(config: Any, name: str, values: Any) -> bool:
@@ -121,7 +123,7 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
     if row.default is not None:
         return next((value for value in known if value != row.default), row.default)
     kinds = {*known} or {NONE if prefix and values else None}
-    return kinds.pop() if len(kinds) == 1 else "both"
+    return kinds.pop() if len(kinds) == 1 else BOTH
 
 
 def _checked(config: Any, name: str, value: Any) -> LayerValue:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be loaded with a configuration, or has to be converted first; and what can compute it."""
+"""Whether a checkpoint can be loaded with a configuration, or has to be converted first."""
 
 import json
 from collections.abc import Mapping
@@ -7,17 +7,21 @@ from typing import Any
 from transformers.utils import logging
 
 from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..mechanisms.patterns.pattern_table import has_pattern
-from ..mechanisms.sinusoidal_positions import has_sinusoids
-from ..variant_names import EAGER, SDPA
-from .field_checks import NONE, checked_rank
+from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
+from ..mechanisms.talking_heads import (
+    DYNAMIC,
+    KIND,
+    OUTPUT,
+    RANDOM,
+    SOFTMAX,
+    TalkingHeads,
+    talking_places,
+)
+from .field_checks import checked_rank
 from .given_fields import quietly
-from .kernel_fields import has_kernel
 from .layer_values import value_or_list, without_layer_values
-from .score_fields import score_fields
-from .talking_fields import TalkingHeads, talking_of, talking_places
 
-__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
+__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "warn_of_positions"]
 
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -42,7 +46,7 @@ def adds_talking_heads(
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
     shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
-    if hasattr(config, "talking_heads_dynamic"):
+    if hasattr(config, DYNAMIC):
         wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
     if not wanted and not kwargs.get("per_layer_config"):
         return frozenset()
@@ -59,14 +63,14 @@ def adds_talking_heads(
         return frozenset()
     given = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
     with quietly():  # both are read elsewhere
-        found = config_class.from_dict(dict(held))
-        asked = config.to_dict() if hasattr(config, "talking_heads_dynamic") else dict(held)
-        return _added(source, found, config_class.from_dict(asked, **given))
+        old = config_class.from_dict(dict(held))
+        asked = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
+        return _added(source, old, config_class.from_dict(asked, **given))
 
 
 def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
     """Say whether heads talk anywhere, as far as the values of a configuration say so."""
-    names = [name for name in config_class.talking_fields() if name.endswith("talking_heads")]
+    names = [name for name in config_class.talking_fields() if name.endswith(KIND)]
     by_layer = values.get("per_layer_values") or {}
     return any(values.get(name) is not None or name in by_layer for name in names)
 
@@ -82,9 +86,9 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
     """
     added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
     for prefix in talking_places(wanted):
-        field = f"{prefix}talking_heads"
+        field = prefix + KIND
         for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
-            old, new = talking_of(held, prefix, layer), talking_of(wanted, prefix, layer)
+            old, new = (TalkingHeads.of(each, prefix, layer) for each in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
             for name, pair in _compared(old, new, has_bias and prefix != "cross_"):
@@ -104,12 +108,12 @@ def _compared(old: TalkingHeads, new: TalkingHeads, has_bias: bool) -> list[tupl
 
     T5's position bias has a column for each softmax head, also where they do not talk.
     """
-    pairs: list[tuple[str, tuple[Any, Any]]] = [("num_value_heads", (old.output, new.output))]
+    pairs: list[tuple[str, tuple[Any, Any]]] = [(OUTPUT, (old.output, new.output))]
     if old.kind is not None or has_bias:
-        pairs.append(("num_softmax_heads", (old.softmax, new.softmax)))
+        pairs.append((SOFTMAX, (old.softmax, new.softmax)))
     if old.kind is not None:
         dynamic = (list(old.dynamic), list(new.dynamic))
-        pairs = [("talking_heads", (old.kind, new.kind)), *pairs, ("talking_heads_dynamic", dynamic)]
+        pairs = [(KIND, (old.kind, new.kind)), *pairs, (DYNAMIC, dynamic)]
     return pairs
 
 
@@ -121,53 +125,29 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
         source, kwargs: as for `adds_talking_heads`.
     """
     held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
-    if held and held.get("position_embedding_type") != "sinusoidal":
+    if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
             f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
             "Train it."
         )
 
 
-def check_implementation(config: Any, implementation: Any) -> None:
-    """Check that an attention implementation can compute what a configuration asks for.
-
-    Raises:
-        ValueError: where it would ignore talking heads, a pattern, a score or a kernel, or takes values to be as wide
-            as keys.
-    """
-    if config.value_head_dim is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'value_head_dim={config.value_head_dim} cannot run under attn_implementation="{implementation}", whose '
-            'kernels want values of the size of keys: use "sdpa" or "eager".'
-        )
-    names = (*(f"{prefix}talking_heads" for prefix in talking_places(config)), *score_fields(config).values())
-    fields = {name: getattr(config, name, None) for name in names}
-    ignored = "an attention_pattern" if has_pattern(config) else None
-    ignored = "an attention_kernel" if has_kernel(config) else ignored
-    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value not in (None, NONE)), ignored)
-    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
-            'ignore it: use "sdpa" or "eager".'
-        )
-
-
 def beginning_of_talking_heads(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
-    found = [
-        talking_of(config, prefix, layer)
+    talking = [
+        TalkingHeads.of(config, prefix, layer)
         for prefix in talking_places(config)
-        for layer in range(config.layer_count(f"{prefix}talking_heads"))
+        for layer in range(config.layer_count(prefix + KIND))
     ]
-    if any(each.init == "random" for each in found):
+    if any(each.init == RANDOM for each in talking):
         return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
-    if any(each.dynamic for each in found):
+    if any(each.dynamic for each in talking):
         return "they begin as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"
     return "they begin as the identity, and no output changes"
 
 
 def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a checkpoint, from where `from_pretrained` is told to look."""
+    """Return a checkpoint's configuration, read from where `from_pretrained` reads it."""
     return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
 
 
@@ -178,19 +158,19 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
         # A rank as large as its input takes no parameter.
         default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
-        found, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
-        if name not in asked or value == found:
+        old, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
+        if name not in asked or value == old:
             continue
         option, field = f"--{name} {value}", f"{name}={value}"
         if name in config_class.rank_fields() and held.get(name) is None:
-            found = None
+            old = None
         if isinstance(value, list):
             by_layer = {name: list(wanted["per_layer_values"][name])}
             option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
         elif name in config_class.rank_fields():
             checked_rank(name, value, width)
         raise ValueError(
-            f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for "
+            f"The checkpoint {str(source)!r} has {name}={old}, the configuration asks for "
             f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
             f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
@@ -199,11 +179,11 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
     asked = {**without_layer_values(held, wanted), **wanted}
-    found = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
-    by_layer = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    old = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
+    by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
     kernels = [kernel_class(each) for values in by_layer.values() for each in values if each in KERNELS]
     has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
-    for name, value in found.items():
+    for name, value in old.items():
         is_size = name == "attention_kernel_features" and has_size
         is_learned = any(kernel_class(each).learned for each in by_layer[name] if each in KERNELS)
         if (is_size or is_learned) and (other := value_or_list(asked, name)) != value:
@@ -218,10 +198,10 @@ def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
     if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
         return
     with quietly():
-        found = config_class.from_dict(dict(held))
-        asked = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
+        old = config_class.from_dict(dict(held))
+        new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
     fields = config_class.kv_heads_fields()
-    sizes = [[config.attention_value_dim(name) for name in fields] for config in (found, asked)]
+    sizes = [[config.attention_value_dim(name) for name in fields] for config in (old, new)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The checkpoint {str(source)!r} has value heads of {sizes[0][0]} numbers, the configuration asks for "

@@ -13,11 +13,10 @@ from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
 from .field_table import FIELDS, variant_field
-from .talking_fields import dynamic_terms
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
 
-# The fields of a pattern without their prefix, with what they are where nothing is given.
+# The fields of patterns without their prefix, with their defaults.
 PATTERN_FIELDS = {row.name: row.default for row in FIELDS if "pattern" in row.facts}
 
 
@@ -47,8 +46,8 @@ def check_patterns(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown pattern, a size that breaks its rule, a size without its pattern or a pattern
-            without a size it needs, global tokens in a decoder, a pattern beside input-dependent talking heads, and
-            compressed memory where it has no meaning.
+            without a size it needs, global tokens in a decoder, and what a pattern itself refuses
+            (`AttentionPattern.check`).
     """
     for prefix in pattern_prefixes(config):
         pattern = getattr(config, f"{prefix}attention_pattern")
@@ -75,11 +74,6 @@ def check_patterns(config: Any) -> None:
             )
         _check_decoder(config, prefix)
         pattern_class(pattern).check(config, prefix)
-        if terms := dynamic_terms(config, prefix):
-            raise ValueError(
-                f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
-                f"{terms}."
-            )
 
 
 def _is_kernels(config: Any, prefix: str) -> bool:

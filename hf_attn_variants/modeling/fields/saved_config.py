@@ -31,7 +31,7 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
+        """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
         if not lies_in_a_room(cls):
             super().register_for_auto_class(auto_class)
 
@@ -42,14 +42,14 @@ class SavedWithCode(_Saved):
         one of that class to which every word is unknown, and say nothing.
         """
         names = ("auto_map", "tokenizer_class")
-        kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        own: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         self.auto_map = self.own_auto_map() | without_repository(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
             write_code(save_directory, *self.code_modules())
         finally:
-            self.__dict__.update(kept)
+            self.__dict__.update(own)
         if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 

@@ -1,17 +1,17 @@
-"""Scores by place: what an attention's scores are, from `score_function` and from its twins.
+"""Scores by place: the fields that say what an attention's scores are, `score_function` and its twins.
 
 Bahdanau's score (arXiv 1409.0473) is of the attention from a decoder to the source: `cross_score_function` alone.
 """
 
 from typing import Any
 
-from ..mechanisms.kernels.kernel_table import PREFIXES
-from .field_checks import NONE
+from ..mechanisms.additive_score import AdditiveScore
+from ..mechanisms.mechanism import NONE
 from .field_table import row_of
 
 __all__ = ["check_scores", "has_scores", "score_fields", "score_name"]
 
-FIELD = "score_function"
+FIELD = AdditiveScore.field
 
 
 def score_fields(config: Any) -> dict[str, str]:
@@ -21,9 +21,8 @@ def score_fields(config: Any) -> dict[str, str]:
 
 def score_name(config: Any, prefix: str) -> str | None:
     """Return the score of the attentions that a prefix stands for; None: the dot product."""
-    own = getattr(config, prefix + FIELD, None)
-    value = config.score_function if own is None else own
-    return None if value == NONE else value
+    asked = AdditiveScore.asked_for(config, prefix)
+    return None if asked is None else asked[1]
 
 
 def has_scores(config: Any) -> bool:
@@ -35,7 +34,7 @@ def check_scores(config: Any) -> None:
     """Check the scores of a configuration.
 
     Raises:
-        ValueError: for an unknown score, and beside a kernel in the softmax's place, which has no scores.
+        ValueError: for an unknown score.
     """
     known = row_of(FIELD)[1].choices
     for prefix, field in score_fields(config).items():
@@ -48,11 +47,3 @@ def check_scores(config: Any) -> None:
             reason = reasons.get(value, "") if isinstance(value, str) else ""
             names = " or ".join(f'"{each}"' for each in (*known, *((NONE,) if prefix else ())))
             raise ValueError(f"`{field}` must be None or {names}; got {value!r}{reason}.")
-    for prefix in PREFIXES:
-        kernel = getattr(config, f"{prefix}attention_kernel", None)
-        if kernel is not None and (value := score_name(config, prefix)) is not None:
-            field = prefix + FIELD if getattr(config, prefix + FIELD, None) is not None else FIELD
-            raise ValueError(
-                f"`{field}` and `{prefix}attention_kernel` cannot stand together: a kernel has no scores; got "
-                f"{value!r} and {kernel!r}."
-            )

@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
+from ..mechanisms.latents import rank_of_map
+from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, keeps_cache
 from ..peft_tables import tell_peft
 from ..upstream_checks import check_configurations
 from ..variant_names import COUNTS_TOKENS, EAGER, SDPA
+from .composition import check_together
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -43,15 +46,7 @@ from .layer_values import LayerValue, checked_layer_values, from_per_layer_confi
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
 from .score_fields import check_scores
-from .talking_fields import (
-    TalkingHeads,
-    check_talking_heads,
-    dynamic_terms,
-    keeps_cache,
-    talking_of,
-    talking_places,
-    talks,
-)
+from .talking_fields import check_talking_heads
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -176,6 +171,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         check_scores(self)
         check_kernels(self)
+        check_together(self)
         check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
@@ -237,21 +233,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
-        return (*query_fields, *kv_fields, *self._talking_head_fields(kv_fields))
-
-    def _talking_head_fields(self, kv_heads_fields: Iterable[str]) -> list[str]:
-        """Return the fields of heads of softmax and values of the places that talk and say them themselves."""
-        counts, has_decoder = ("num_softmax_heads", "num_value_heads"), "num_key_value_heads" in kv_heads_fields
-        named = [name for name in counts if talks(self, "") and getattr(self, name) is not None]
-        for prefix in talking_places(self)[1:]:
-            is_there = "encoder_num_key_value_heads" in kv_heads_fields if prefix == "encoder_" else has_decoder
-            if is_there and talks(self, prefix):
-                named += [prefix + name for name in counts if getattr(self, prefix + name) is not None]
-        return named
+        return (*query_fields, *kv_fields, *count_fields(self, kv_fields))
 
     def talking_heads_of(self, prefix: str, layer: int) -> TalkingHeads:
-        """Return how heads talk in a layer's attention: "" self-attention, "encoder_", "cross_" (`talking_fields`)."""
-        return talking_of(self, prefix, layer)
+        """Return how heads talk in a layer's attention of a place: "" self-attention, "encoder_", "cross_"."""
+        return TalkingHeads.of(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the field of the query heads that share the key/value heads of this one."""
@@ -274,7 +260,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration as upstream does; upstream's of this architecture comes as one of this class."""
+        """Read a configuration as upstream does; upstream's own of this architecture gets this class's model type."""
         values, unused = super().get_config_dict(*args, **kwargs)
         return cls._adopted(values), unused
 
@@ -375,8 +361,7 @@ def can_cache(config: Any) -> bool:
     Memory-side dynamic projections need past inputs too; those of cross-attention the encoder's outputs, which are
     there, but not beside a latent of these.
     """
-    if not hasattr(config, "talking_heads_dynamic"):
+    if not hasattr(config, DYNAMIC):
         return True
-    rank = getattr(config, "cross_kv_lora_rank", None)
-    has_latent = rank is not None and rank != config.hidden_size
+    has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
     return all(keeps_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))

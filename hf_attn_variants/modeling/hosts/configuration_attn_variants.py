@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin
+from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
+from ..mechanisms.talking_heads import KIND
 from ..upstream import auto_class_names, known_imports
 
 with known_imports():
@@ -41,7 +43,7 @@ __all__ = [
     "AttnVariantWhisperConfig",
 ]
 
-LEARNED_OR_SINUSOIDAL = (None, "absolute", "sinusoidal")
+LEARNED_OR_SINUSOIDAL = (None, "absolute", SinusoidalPositions.name)
 # What the names of an architecture's models end in.
 ENCODER_HEADS = (
     "Model",
@@ -139,7 +141,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     def check_variant(self) -> None:
         """Check the variant fields as all configurations do; upstream's own sinusoids are a table to begin with."""
         super().check_variant()
-        if self.sinusoidal_pos_embds and self.position_embedding_type == "sinusoidal":
+        if self.sinusoidal_pos_embds and has_sinusoids(self):
             raise ValueError(
                 '`sinusoidal_pos_embds` and `position_embedding_type="sinusoidal"` cannot stand together: the first '
                 "is a table of parameters that begins as sinusoids, the second has no parameters; got both."
@@ -152,7 +154,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     head_dim_field = "d_kv"
-    position_types = (None, "sinusoidal")
+    position_types = (None, SinusoidalPositions.name)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -163,10 +165,10 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
         Upstream looks for `decoder_layers`, which T5 has no field of: to it, both stacks are as deep as the encoder.
         """
-        found = super().get_text_config(decoder=decoder, encoder=encoder)
-        if decoder and not encoder and found is not self:
-            found.num_layers = self.num_decoder_layers
-        return found
+        text_config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and not encoder and text_config is not self:
+            text_config.num_layers = self.num_decoder_layers
+        return text_config
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
@@ -182,7 +184,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
         """Check the variant fields as all configurations do; layers that share a position bias have equal heads."""
         super().check_variant()
         for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
-            layers = range(self.layer_count(f"{prefix}talking_heads"))
+            layers = range(self.layer_count(prefix + KIND))
             counts = [self.talking_heads_of(prefix, layer).softmax for layer in layers]
             if len(set(counts)) > 1:
                 raise ValueError(

@@ -46,8 +46,8 @@ class CountsHeadsByProjection:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend as `BartAttention` does; arguments of `WhisperAttention.forward`."""
-        given, others = self.arguments.split(args, kwargs)
-        return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, given, strict=True)), **others)
+        values, others = self.arguments.split(args, kwargs)
+        return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
 
 class AttnVariantWhisperAttention(BartFamilyAttentionMixin, CountsHeadsByProjection, WhisperAttention):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.query_folding import is_exporting
 from ..upstream import known_imports
+from .mechanism import Mechanism
 
 with known_imports():
     from transformers import initialization as init
@@ -22,7 +23,7 @@ __all__ = ["AdditiveScore", "score_of"]
 BLOCK_ELEMENTS = 2**22
 
 
-class AdditiveScore(nn.Module):
+class AdditiveScore(Mechanism, nn.Module):
     """The scores of an attention's heads.
 
     Args:
@@ -31,6 +32,11 @@ class AdditiveScore(nn.Module):
         head_dim: d.
         like: a tensor with their dtype and device.
     """
+
+    field = "score_function"
+    name = "additive"
+    paper = ("Neural machine translation by jointly learning to align and translate", "1409.0473")
+    inherits = True
 
     def __init__(self, heads: int, key_heads: int, head_dim: int, like: torch.Tensor) -> None:
         super().__init__()
@@ -58,13 +64,27 @@ class AdditiveScore(nn.Module):
         rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, vector))
         blocks = query.split(rows, dim=3)
-        made = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]
-        return torch.cat(made, 3).flatten(1, 2)
+        logits = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]
+        return torch.cat(logits, 3).flatten(1, 2)
+
+    def flops(self) -> tuple[int, int]:
+        """Return the floating-point operations of a token of the memory, and of a token that asks.
+
+        The product with v is not in them: it is counted as that of a query and a key would be.
+        """
+        return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 
 
-def score_of(module: nn.Module, heads: Any, name: str | None) -> AdditiveScore | None:
-    """Return the score of an attention with these `AttentionHeads`, in its weights' dtype; None: the dot product."""
-    if name is None:
+def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
+    """Return the score of an attention, in its weights' dtype; None: the dot product.
+
+    Args:
+        module: the attention.
+        heads: its `AttentionHeads`.
+        config: a variant configuration.
+        prefix: of the attention's place.
+    """
+    if AdditiveScore.asked_for(config, prefix) is None:
         return None
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 

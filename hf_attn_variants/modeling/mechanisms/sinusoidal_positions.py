@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from ..upstream import Arguments, check_attributes, upstream_class
+from .mechanism import Mechanism
 
-__all__ = ["AddsSinusoids", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
+__all__ = ["AddsSinusoids", "DistanceBias", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
 
 BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
     """Say whether a configuration, any, asks for sinusoidal positions."""
-    return getattr(config, "position_embedding_type", None) == "sinusoidal"
+    return SinusoidalPositions.asked_for(config, "") is not None
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -37,7 +38,7 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
 
 
-class SinusoidalPositions(nn.Module):
+class SinusoidalPositions(Mechanism, nn.Module):
     """Sinusoids in the place of a table of learned positions.
 
     Args:
@@ -46,6 +47,10 @@ class SinusoidalPositions(nn.Module):
         first: the number that the model calls the first position.
     """
 
+    field = "position_embedding_type"
+    name = "sinusoidal"
+    paper = ("Attention is all you need: sinusoidal positions", "1706.03762")
+
     def __init__(self, width: int, spread: float, first: int = 0) -> None:
         super().__init__()
         self.width, self.spread, self.first = width, spread, first
@@ -53,6 +58,19 @@ class SinusoidalPositions(nn.Module):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
         return sinusoids(positions - self.first, self.width) * self.spread
+
+
+class DistanceBias(Mechanism):
+    """The bias by distance of T5 and UMT5, upstream's own, in whose place sinusoids stand; nothing is made of it."""
+
+    field = "relative_attention_num_buckets"
+    paper = ("Exploring the limits of transfer learning with a unified text-to-text transformer", "1910.10683")
+
+    @classmethod
+    def asked_for(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+        """Return the field with its value; None in cross-attention too, and beside sinusoidal positions."""
+        is_without = prefix == "cross_" or has_sinusoids(config)
+        return None if is_without else super().asked_for(config, "")
 
 
 # A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
@@ -90,19 +108,19 @@ class EmbeddingsMixin(_Embeddings):
             self.position_embeddings = SinusoidalPositions(width, config.initializer_range, first)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Embed as upstream does; with sinusoids a text may be longer than upstream's tables of numbers."""
+        """Embed as upstream does; with sinusoids a text may be longer than upstream's buffers of positions."""
         if not isinstance(self.position_embeddings, SinusoidalPositions):
             return super().forward(*args, **kwargs)
         ids, embedded, positions, *more = self.arguments.read(args, kwargs)
-        read, made = embedded if ids is None else ids, {}
+        read, new = embedded if ids is None else ids, {}
         batch, length = read.shape[:2]
         # RoBERTa numbers the tokens itself, by what is no padding.
         if positions is None and not self.position_embeddings.first:
             past = more[1] if len(more) > 1 and more[1] is not None else 0
-            made["positions"] = (torch.arange(length, device=read.device) + past)[None]
+            new["positions"] = (torch.arange(length, device=read.device) + past)[None]
         if more and more[0] is None:
-            made["types"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
-        return super().forward(**self.arguments.by_name(args, kwargs, **made))
+            new["types"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
+        return super().forward(**self.arguments.by_name(args, kwargs, **new))
 
 
 class AddsSinusoids(_Stack):

@@ -22,13 +22,13 @@ __all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settl
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
-# What an attention does with padding: nothing that counts tokens; rows are rolled; the pattern knows its rows; or, of
-# an old configuration, places are those of the row.
+# What an attention does with rows that begin with padding: nothing, as it counts no tokens; it rolls the rows; its
+# pattern knows where each row begins; or, in an old configuration, it counts padding as tokens.
 NOTHING, ROLLED, BY_PATTERN, BY_ROW = range(4)
 
 
 def settle_padding(module: VariantAttention, config: Any) -> None:
-    """Note how an attention that has its reach, compression and kernel counts tokens in rows with padding."""
+    """Note what an attention does with padded rows; its reach, compression and kernel are settled before."""
     reach, kernel = module.reach, module.kernel
     counts = reach is not None and reach.counts_tokens
     knows_rows = hasattr(reach, "of_rows")

@@ -29,7 +29,7 @@ def is_traced() -> bool:
 
 
 class QueryFold:
-    """What reads one key/value head, the heads of a group in the beams of a sentence, as rows of one attention."""
+    """The queries of one key/value head, of all heads of a group and all beams, as rows of one attention."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
         (_, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape

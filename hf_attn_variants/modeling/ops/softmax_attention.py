@@ -22,7 +22,7 @@ __all__ = ["attention_with_weights", "fused_attention"]
 # From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused
 # kernel (measured on random heads: mostly 1.0 to 1.3 times, 1.5 to 4 on short memories; below it one call wins).
 MATMUL_BATCH_SIZE = 8
-# Of the flash kernels on CUDA.
+# The largest heads that the flash kernels on CUDA take.
 MAX_FLASH_HEAD_DIM = 256
 
 
@@ -139,7 +139,7 @@ def fused_attention(
     beams = beams_of(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query heads that read one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # Of a latent, which is key and value at once, the fused kernel reads each block once, with a thread a memory.
+    # A latent is key and value at once: the fused kernel reads each block of it once, with a thread a memory.
     # An exported graph must serve every batch size: it may not depend on one.
     by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
     if by_matmul and not (key is value and memories >= _threads()):
@@ -166,7 +166,7 @@ def fused_attention(
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:
-        # Of other values torch writes all weights on a CPU; zeros behind the smaller heads change no product.
+        # On a CPU torch writes out all weights where values have another size; zeros that fill up change no product.
         query, key, value = _of_one_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa

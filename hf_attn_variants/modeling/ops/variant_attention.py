@@ -1,4 +1,4 @@
-"""What our functions read of an attention: its heads, and what type checkers are to know of it."""
+"""What our functions read of an attention: its heads, and its attributes with their types."""
 
 from typing import Any, NamedTuple
 

@@ -57,7 +57,7 @@ class BlockWindows:
         self.reach, self.table, self.device = reach, table, query.device
         self.length, self.memory = query.shape[2], key.shape[2]
         self.rows = block_rows(reach, query.device.type)
-        self.made: tuple[Any, ...] = (None,)
+        self.last_terms: tuple[Any, ...] = (None,)  # of the last kind of block: it, keys read, bias, distances
         self.d_table: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # the table's, which is not in it yet
         self.zero = query.new_zeros(())
@@ -94,14 +94,14 @@ class BlockWindows:
         by_position = rows.start < self.reach.global_tokens or (self.table is not None and len(spans) > 1)
         kind = (rows.stop - rows.start, *(span.stop - span.start for span in spans), spans[-1].start - first)
         kind = (*kind, first if by_position else None)
-        if self.made[0] != kind:
+        if self.last_terms[0] != kind:
             self.finish_bias_gradient(self.d_table)  # what blocks of the last kind have added up
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
             near = self.reach.allowed(queries, keys)
             bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
-            self.made = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
-        return self.made[1:3]
+            self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
+        return self.last_terms[1:3]
 
     def add_bias_gradient(self, d_table: torch.Tensor, d_logits: torch.Tensor) -> None:
         """Add the gradient of the last block's logits [B, h, r, m] to the table's; `finish_bias_gradient` ends it.
@@ -115,7 +115,7 @@ class BlockWindows:
         """Add what was summed so far, if anything, to the gradient of the table [1, h, 1, 2 l - 1]."""
         if self.gradient is None or d_table is None:
             return
-        index = (self.made[3] + d_table.shape[-1] // 2).flatten()
+        index = (self.last_terms[3] + d_table.shape[-1] // 2).flatten()
         d_table[0, :, 0].index_add_(1, index, self.gradient.flatten(1).to(d_table.dtype))
         self.gradient = None
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from ...ops.variant_attention import AttentionHeads
+from ..mechanism import Mechanism
 
 __all__ = ["AttentionKernel", "KernelTensor"]
 
@@ -25,7 +26,7 @@ class KernelTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionKernel(ABC):
+class AttentionKernel(Mechanism, ABC):
     """The kernel of one attention.
 
     Args:
@@ -34,8 +35,6 @@ class AttentionKernel(ABC):
         seed: of what is drawn.
 
     Class attributes:
-        name: its value of `attention_kernel`.
-        paper: title and arXiv id.
         features_a_number: the features of each of a head's d numbers where the configuration does not say how many;
             None: it has no such size.
         learned, drawn: the names of its parameters, and of its buffers of random numbers.
@@ -48,8 +47,7 @@ class AttentionKernel(ABC):
     is_causal: bool
     seed: int
 
-    name: ClassVar[str]
-    paper: ClassVar[tuple[str, str]]
+    field = "attention_kernel"
     features_a_number: ClassVar[int | None] = None
     learned: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
@@ -72,7 +70,7 @@ class AttentionKernel(ABC):
         features = config.attention_kernel_features or (cls.features_a_number or 1) * head_dim
         return cls(features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()))
 
-    @classmethod  # noqa: B027 - most kernels ask for nothing
+    @classmethod
     def check(cls, config: Any, field: str) -> None:
         """Check what this kernel alone asks of a configuration whose `field` names it.
 

@@ -60,7 +60,7 @@ class FeatureKernel(AttentionKernel):
         """Return F, how many features a head of d numbers has."""
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return what outputs are divided by, of the sums of their weights."""
+        """Return the numbers that outputs are divided by, given the sums of their weights."""
         return sums.masked_fill(sums == 0, 1)  # where nothing is read, zeros are divided
 
     def attend(
@@ -130,7 +130,7 @@ class FeatureKernel(AttentionKernel):
         return weights
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return what a token's features take, and its part of the sums or its reading of them."""
+        """Return the operations of a token's features, with those of adding it to the sums, or of reading them."""
         count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
         return count, count
 

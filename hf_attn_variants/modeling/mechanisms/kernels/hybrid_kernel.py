@@ -28,7 +28,8 @@ from .hedgehog_kernel import Hedgehog
 
 __all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
 
-# Queries of a block, where the window is no longer: more of them read more keys one by one, fewer keep more sums.
+# A block has as many queries as the window, within these: longer blocks read more keys one by one, shorter ones keep
+# more sums.
 LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
@@ -42,7 +43,7 @@ class HybridState(NamedTuple):
 
 
 class NearKeys(NamedTuple):
-    """The keys of one call behind as many as a window has before a query: those kept, or places that are not read."""
+    """The keys of one call; before them as many as a window has before a query, kept ones or places not read."""
 
     keys: torch.Tensor  # [b, k, before + m, d]
     values: torch.Tensor  # [b, k, before + m, d_v]
@@ -70,8 +71,8 @@ class NearKeys(NamedTuple):
         if state is None:
             front = (0, 0, reach.before, 0)
             return cls(*(nn.functional.pad(each, front) for each in (key, value, read)))
-        kept = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
-        return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in kept))
+        pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
+        return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
     def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: Reach) -> HybridState:
         """Return what is kept for the next token.
@@ -170,8 +171,8 @@ class Hybrid(Hedgehog):
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
             output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, reach, scaling)
             output = output.flatten(2, 3)
-            kept = near.state(features, sums, reach) if self.is_causal else None
-            return fold.unfolded(self.divided(output)).to(value.dtype), kept
+            new_state = near.state(features, sums, reach) if self.is_causal else None
+            return fold.unfolded(self.divided(output)).to(value.dtype), new_state
 
     def with_near_keys(
         self,
@@ -193,8 +194,8 @@ class Hybrid(Hedgehog):
 
     def state_numbers(self, heads: AttentionHeads) -> int:
         """Return the numbers of the sums, and of the keys and values that the next window may have."""
-        kept = heads.key * self.reach.before * (heads.head_dim + heads.value_dim)
-        return super().state_numbers(heads) + kept
+        of_window = heads.key * self.reach.before * (heads.head_dim + heads.value_dim)
+        return super().state_numbers(heads) + of_window
 
 
 def attend_in_blocks_and_sums(

@@ -1,4 +1,4 @@
-"""What an attention with a kernel computes with: its tensors, added to the attention and initialised."""
+"""The tensors of an attention's kernel: added to the attention, and initialised."""
 
 from typing import Any
 

@@ -3,14 +3,14 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..mechanism import PREFIXES
+
 if TYPE_CHECKING:
     from .attention_kernel import AttentionKernel
 
-__all__ = ["KERNELS", "PREFIXES", "drawn_names", "kernel_class", "kernel_of", "kernels_of", "learned_names"]
+__all__ = ["KERNELS", "drawn_names", "kernel_class", "kernel_of", "kernels_of", "learned_names"]
 
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
-# What the field's name has before it: of self-attention (an encoder-decoder's decoder), its encoder, cross-attention.
-PREFIXES = ("", "encoder_", "cross_")
 
 
 @cache

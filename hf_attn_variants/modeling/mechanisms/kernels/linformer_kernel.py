@@ -16,6 +16,7 @@ from torch import nn
 
 from ...ops.query_folding import QueryFold, is_exporting
 from ...ops.variant_attention import AttentionHeads
+from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
 __all__ = ["Linformer", "attend_to_projected", "projected_weights", "segment_means"]
@@ -61,7 +62,7 @@ class Linformer(AttentionKernel):
                 "grow."
             )
         length, rows = most_tokens(config), config.attention_kernel_features
-        if length is None or getattr(config, "position_embedding_type", None) == "sinusoidal":
+        if length is None or has_sinusoids(config):
             raise ValueError(
                 f'`{field}="linformer"` needs a largest number of tokens: `max_position_embeddings`, of learned '
                 "positions."

@@ -1,4 +1,4 @@
-"""What kernels are drawn from: random vectors, and what is turned at random; the same for the same seed."""
+"""Random vectors for kernels, and random rotations: the same for the same seed."""
 
 import torch
 

@@ -6,28 +6,27 @@
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from ..mechanism import Mechanism
+
 __all__ = ["AttentionPattern"]
 
 
-class AttentionPattern(ABC):
+class AttentionPattern(Mechanism, ABC):
     """A pattern; nothing is made of its class, whose methods read a configuration.
 
     Class attributes:
-        name: its value of `attention_pattern`.
-        paper: title and arXiv id.
         needed, optional: the fields without their prefix that it must have, and that it may have.
         learned: whether it has parameters, which no conversion makes.
         counts_tokens: whether a token's place in the text counts, and not distances alone.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[tuple[str, str]]
+    field = "attention_pattern"
     needed: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     learned: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = True
 
-    @classmethod  # noqa: B027 - most patterns ask for nothing
+    @classmethod
     def check(cls, config: Any, prefix: str) -> None:
         """Check what this pattern alone asks of a configuration, beside its fields.
 
@@ -36,7 +35,7 @@ class AttentionPattern(ABC):
             prefix: of the fields of the stack that has it.
 
         Raises:
-            ValueError: for what it cannot stand beside.
+            ValueError: for a stack or a host that it is not for, or sizes that do not fit.
         """
 
     @classmethod

@@ -32,26 +32,17 @@ class MemoryCompressed(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that one of several tokens can be a key.
+        """Check that several tokens can be read as one.
 
         Raises:
-            ValueError: in a decoder, and beside a bias by distance or a latent.
+            ValueError: in a decoder.
         """
         is_decoder = getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_pattern")
-        has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
-        rank = getattr(config, f"{prefix}kv_lora_rank")
-        reason = None
         if is_decoder and not prefix:
-            reason = "a decoder, whose tokens read no later ones, and several are read as one"
-        elif has_bias:
-            reason = (
-                "a bias by distance, which one of several tokens has not "
-                '(`position_embedding_type="sinusoidal"` has none)'
+            raise ValueError(
+                f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside a decoder, whose tokens read no '
+                "later ones, and several are read as one."
             )
-        elif rank is not None:
-            reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
-        if reason is not None:
-            raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
 
     @classmethod
     def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
@@ -84,6 +75,14 @@ class MemoryCompression(nn.Module):
         for conv in (self.key_conv, self.value_conv):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
+
+    def keys_read(self, memory: int) -> int:
+        """Return how many keys `memory` tokens become."""
+        return -(-memory // self.stride)
+
+    def flops(self) -> tuple[int, int]:
+        """Return the floating-point operations of a token of the memory, and of a token that asks."""
+        return 2 * (self.key_conv.numel() + self.value_conv.numel()) // self.stride, 0
 
     def forward(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -41,8 +41,8 @@ class RandomBlocks(ScatteredPattern):
         others = apart > 1 if pattern.is_causal else apart.abs() > 1
         if pattern.blocks is not None:
             others = others & (blocks < pattern.blocks[:, None, None, None])
-        # A draw for each pair of blocks; the smallest are read. So texts of any length have those of a longer one
-        # among as many blocks, and where causal the same.
+        # Each pair of blocks has a draw that depends on nothing else, and the smallest are read. So a causal block
+        # reads the same ones in a text of any length.
         draws = _mixed((_mixed((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
         draws = torch.where(others, draws, NEVER)
         last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)

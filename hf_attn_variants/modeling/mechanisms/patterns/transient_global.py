@@ -22,6 +22,7 @@ from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import VariantAttention, wants_weights
 from ...ops.window_blocks import relative_bias
 from ...upstream import check_method, known_imports, refuse_unknown
+from ..talking_heads import PROJECTIONS
 
 with known_imports():
     from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
@@ -78,7 +79,7 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
 
 
 def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the block of each token [b, n] of those where `real` [b, n] says so; -1 for padding and short texts."""
+    """Return the block of each token [b, n]; -1 where `real` [b, n] is False, and in a text shorter than a block."""
     places = torch.arange(real.shape[1], device=real.device)
     ends = real & (places % block == block - 1)
     last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last whole one
@@ -160,7 +161,7 @@ def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[.
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (asked or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
-    options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj", "score")}
+    options |= {name: getattr(module, name, None) for name in (*PROJECTIONS, "score")}
     if asked:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]

@@ -18,20 +18,15 @@ class TransientPattern(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that the stack is T5's encoder, whose keys are made.
+        """Check that the stack is T5's encoder.
 
         Raises:
-            ValueError: if it is another, or has a latent.
+            ValueError: if it is another.
         """
         if not (prefix and config.makes_summaries):
             raise ValueError(
                 f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
                 f"{config.model_type!r}."
-            )
-        if (rank := config.encoder_kv_lora_rank) is not None:
-            raise ValueError(
-                '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
-                f"{rank}."
             )
 
     @classmethod

@@ -1,0 +1,143 @@
+"""Which mechanisms go together: every pair is refused in the words of its row, or makes a model that computes."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from architectures import BERT, T5, token_ids
+
+import hf_attn_variants
+from hf_attn_variants.modeling.fields.composition import REFUSED
+from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from hf_attn_variants.modeling.mechanisms.latents import Latent
+from hf_attn_variants.modeling.mechanisms.mechanism import PREFIXES, Mechanism
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
+from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeads
+
+# Of a pattern, what else it needs; transient summaries are T5's alone.
+SIZES = {
+    "attention_window": 4,
+    "attention_dilation": 2,
+    "attention_block_size": 2,
+    "num_random_blocks": 1,
+    "num_summary_tokens": 1,
+}
+OF_T5 = "transient_global"
+LINFORMER_NEEDS_POSITIONS = {"linformer", SinusoidalPositions.name}
+
+
+def samples():
+    """The fields that ask for each mechanism, and the classes that these are of."""
+    found = {
+        "heads": ({"num_key_value_heads": 4}, ()),
+        "values": ({"value_head_dim": 6}, ()),
+        "latent": ({"kv_lora_rank": 8}, (Latent,)),
+        "talking": ({"talking_heads": "both"}, (TalkingHeads,)),
+        "terms": ({"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]}, (TalkingHeads, DynamicTerms)),
+        AdditiveScore.name: ({AdditiveScore.field: AdditiveScore.name}, (AdditiveScore,)),
+        SinusoidalPositions.name: ({SinusoidalPositions.field: SinusoidalPositions.name}, (SinusoidalPositions,)),
+    }
+    for name in KERNELS:
+        window = {"attention_window": 4} if kernel_class(name).reads_window else {}
+        found[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
+    for name in PATTERNS:
+        sizes = {field: SIZES[field] for field in pattern_class(name).needed}
+        found[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
+    return found
+
+
+SAMPLES = samples()
+ALONE = [name for name in SAMPLES if name != OF_T5]
+
+
+def refusals(*classes):
+    """The rows that are of two of these classes."""
+    return [
+        row
+        for row in REFUSED
+        if any(issubclass(each, row.one) for each in classes) and any(issubclass(each, row.other) for each in classes)
+    ]
+
+
+def pairs():
+    for one, other in combinations(ALONE, 2):
+        fields = [SAMPLES[one][0], SAMPLES[other][0]]
+        shared = fields[0].keys() & fields[1].keys()
+        if all(fields[0][name] == fields[1][name] for name in shared) and {one, other} != LINFORMER_NEEDS_POSITIONS:
+            yield pytest.param(fields[0] | fields[1], (*SAMPLES[one][1], *SAMPLES[other][1]), id=f"{one}-{other}")
+
+
+@pytest.mark.parametrize("fields, classes", list(pairs()))
+def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
+    rows = refusals(*classes)
+    if not rows:
+        model = hf_attn_variants.AttnVariantBertModel(BERT.config(num_hidden_layers=1, **fields)).eval()
+        with torch.no_grad():
+            assert model(token_ids(2, 9))[0].isfinite().all()
+        return
+    with pytest.raises(ValueError) as error:
+        BERT.config(**fields)
+    said = [
+        row.words.format(
+            field=row.one.field, value=fields[row.one.field], other=row.other.field, beside=fields[row.other.field]
+        )
+        for row in rows
+    ]
+    assert str(error.value) in said
+
+
+T5_PAIRS = [
+    ({"attention_kernel": "elu"}, "`attention_kernel` is of attention without relative positions"),
+    (
+        {"encoder_attention_pattern": "memory_compressed", "encoder_attention_block_size": 2},
+        '`encoder_attention_pattern="memory_compressed"` cannot stand beside a bias by distance',
+    ),
+    (
+        {
+            "encoder_attention_pattern": OF_T5,
+            "encoder_attention_window": 4,
+            "encoder_attention_block_size": 2,
+            "encoder_kv_lora_rank": 8,
+        },
+        '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got 8.',
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", T5_PAIRS, ids=lambda each: str(each)[:40])
+def test_what_t5_refuses_names_the_place(fields, message):
+    with pytest.raises(ValueError) as error:
+        T5.config(**fields)
+    assert str(error.value).startswith(message)
+
+
+def test_every_row_is_of_mechanisms_and_is_tried_here():
+    of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
+    tried = {
+        (row.one, row.other)
+        for one, other in combinations(ALONE, 2)
+        for row in refusals(*SAMPLES[one][1], *SAMPLES[other][1])
+    }
+    assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
+    assert all(issubclass(each, Mechanism) for row in REFUSED for each in row[:2])
+
+
+def test_a_mechanism_says_where_it_is_asked_for():
+    config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
+    assert [TalkingHeads.asked_for(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [None]
+    assert [Latent.asked_for(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
+    assert [DistanceBias.asked_for(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
+    assert DistanceBias.asked_for(T5.config(position_embedding_type="sinusoidal"), "") is None
+    window = BERT.config(attention_pattern="sliding_window", attention_window=4)
+    asked = {name: pattern_class(name).asked_for(window, "") for name in PATTERNS}
+    assert {name for name, found in asked.items() if found} == {"sliding_window"}
+
+
+def test_every_mechanism_has_a_name_and_a_paper():
+    classes = [*map(kernel_class, KERNELS), *map(pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
+    for each in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
+        title, arxiv = each.paper
+        assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
+        assert each.field and (each not in classes or each.name)
