@@ -144,4 +144,3 @@ class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
     def _tokenize(self, split: ChoiceSplit) -> Dataset:
         with self.accelerator.main_process_first():  # as every task makes its rows
             return self.way.tokenize(split)
-

@@ -45,9 +45,7 @@ class ChoiceHead:
         """Return the model to train."""
         self.config.num_labels, self.config.problem_type = 1, None  # whatever the checkpoint classified
         had_head = any(HEAD in name for name in self.config.architectures or [])
-        return load_model(
-            self.settings, self.config, AutoModelForMultipleChoice, ignore_mismatched_sizes=not had_head
-        )
+        return load_model(self.settings, self.config, AutoModelForMultipleChoice, ignore_mismatched_sizes=not had_head)
 
     def objective(self) -> Objective:
         """Return the loss."""
