@@ -141,6 +141,10 @@ def _about_yaml(error: Any, text: bytes) -> str:
     hint = ""
     if "\t" in line:
         hint = ": this line has a tab, and YAML is indented by spaces"
+    elif problem.startswith("expected <block end>"):
+        hint = ": this line is not indented as those that belong with it"
+    elif "':'" in problem:
+        hint = ": the line above has no `NAME: VALUE`"
     elif re.search(r"[\[{].*\$\{", line):
         hint = """: within [ ] and { } a text with ${...} needs quotes, as in ["${DATA}/train.txt"]"""
     elif re.search(r"[\[{*&!%@`]", line):
@@ -157,7 +161,8 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _sweep(content: dict[str, Any], given: Mapping[str, str], commands: Collection[str], name: str) -> Sweep:
     if unknown := [key for key in content if key not in KEYS]:
-        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}")
+        flags = "" if difflib.get_close_matches(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
+        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}{flags}")
     variables = _variables(content.pop("variables", None), given)
     content = _filled(content, variables)
     command: Any = content.get("command")
@@ -292,7 +297,7 @@ def _point(value: Any) -> Any:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    seeds = value if isinstance(value, list) else [value]
+    seeds = value if isinstance(value, list) else [] if value is None else [value]
     if not seeds:
         raise ValueError("`seeds` is empty: give one seed or more, or leave it out (it is then [0])")
     if not all(type(seed) is int and seed >= 0 for seed in seeds):

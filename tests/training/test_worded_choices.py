@@ -273,13 +273,10 @@ def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog
     assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
 
 
-def test_copa_and_record_are_learned(run):
-    flags = "--num_train_epochs", 30, "--dropout_rate", 0
-    results, out = run("copa", *flags)
+def test_copa_is_learned(run):
+    results, out = run("copa", "--num_train_epochs", 30, "--dropout_rate", 0)
     assert results["eval_accuracy"] == 1.0  # an animal each time
     assert [row["label"] for row in lines_of(out / "predictions_COPA.jsonl")] == [1, 0] * 4
-    results, _ = run("record", *flags, out="record")
-    assert results["eval_exact_match"] > 0.8
 
 
 def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
