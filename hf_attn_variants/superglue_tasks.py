@@ -35,6 +35,10 @@ class SuperGlueTask:
         """The metric of the leaderboard: the mean where there are two."""
         return "combined_score" if len(self.metrics) > 1 else self.metrics[0]
 
+    def submission_file(self, prefix: str = "") -> str:
+        """Return what a file of the task's predictions is called."""
+        return f"{prefix}{self.folder}.jsonl"
+
 
 _CB_LABELS = ("entailment", "contradiction", "neutral")
 _RTE_LABELS = ("entailment", "not_entailment")
@@ -61,5 +65,7 @@ def get_superglue_task(name: str) -> SuperGlueTask:
     """
     task = SUPERGLUE_TASKS.get(name.lower())
     if task is None:
-        raise ValueError(f"unknown --task_name {name!r}: choose one of {', '.join(SUPERGLUE_TASKS)}")
+        is_diagnostic = name.lower().replace("-", "") in ("axb", "axg")
+        hint = "; both diagnostic sets are predicted after training on rte" if is_diagnostic else ""
+        raise ValueError(f"unknown --task_name {name!r}: choose one of {', '.join(SUPERGLUE_TASKS)}{hint}")
     return task

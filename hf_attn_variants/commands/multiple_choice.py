@@ -5,7 +5,7 @@ from .training import training_command
 
 __all__ = ["main", "make_parser", "parse_args"]
 
-DESCRIPTION = "Fine-tune and evaluate an encoder on questions with choices: RACE, SWAG, or your own tables."
+DESCRIPTION = "Fine-tune and evaluate a model on questions with choices: RACE, SWAG, or your own tables."
 EPILOG = """examples (RACE and SWAG, whose columns are known; your own columns; predictions
 alone):
   %(prog)s ./bert-gqa4 \\
@@ -22,8 +22,10 @@ alone):
       --question_column asked --choices_columns one two three \\
       --num_train_epochs 0 --output_dir runs/new
 
-A row is a question with its choices. The model reads the context and, behind it, the question with one choice, and
-gives that a score; the choice with the highest score is its answer. A context alone, or a question alone, will do.
+A row is a question with its choices. An encoder reads the context and, behind it, the question with one choice, and
+gives that a score; the choice with the highest score is its answer. An encoder-decoder (T5, BART) reads the question,
+its choices and the context as one text, and the likeliest choice is its answer; its --learning_rate should be larger,
+such as 3e-4. A context alone, or a question alone, will do.
 Choices are columns, one each, of which the last may be blank in some rows, or one column with a list (in a CSV as
 JSON). One question may have more choices than another.
 

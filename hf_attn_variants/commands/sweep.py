@@ -18,11 +18,13 @@ __all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "TRAININGS", "main", "parse
 TRAININGS = {
     "classify": "classify",
     "glue": "glue",
+    "multiple-choice": "multiple_choice",
     "ner": "ner",
     "pretrain": "pretrain",
     "pretrain-t5": "pretrain_t5",
     "seq2seq": "seq2seq",
     "squad": "squad",
+    "superglue": "superglue",
     "uptrain": "uptrain",
 }
 # Flags that a sweep gives each command itself.
@@ -155,12 +157,13 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
             print(shlex.join(words))
         count += len(commands)
     seeds = len({run.seed for run in runs})
-    print(f"# {count} commands: {len(runs)} runs, {len(runs) // seeds} variants with {seeds} seeds each")
+    of_each = f"{seeds} seed{'s' if seeds > 1 else ''}"
+    print(f"# {count} commands: {len(runs)} runs, {len(runs) // seeds} variants with {of_each} each")
 
 
 def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: Path) -> Any:
     from ..progress import no_progress_bars, progress_bar
-    from ..sweep.plan import curve_axis
+    from ..sweep.plan import check_files, curve_axis
     from ..sweep.results import collect
     from ..sweep.runner import RunFolder, SweepRunner
     from ..training.engine.folder_lock import held_folder
@@ -168,6 +171,9 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
     _take_folder(output_dir)
     with held_folder(str(output_dir), by_children=True), no_progress_bars(args.disable_tqdm):
         folders = [RunFolder(run, output_dir) for run in runs]
+        for folder in folders:
+            if folder.results is None:
+                check_files(folder.run)
         _note_file(output_dir, args.file, sweep.variables)
         done = sum(folder.results is not None for folder in folders)
         with progress_bar(total=len(runs), initial=done, desc="Sweep", unit="run", smoothing=0) as bar:

@@ -5,6 +5,7 @@ import contextlib
 import glob
 import io
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from .sweep_file import did_you_mean
 __all__ = ["CommandFlags"]
 
 PATTERN = ("*", "?", "[")
+# What a command's own error ends with: of a sweep, the file is what is to be mended.
+HELP_LINE = re.compile(r"\s*`[^`]*--help` has all options\.$")
 
 
 class CommandFlags:
@@ -68,7 +71,8 @@ class CommandFlags:
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
                 self._parse_args(words)
         except SystemExit:
-            raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None
+            message = said.getvalue().rpartition("error: ")[2].strip()
+            raise ValueError(HELP_LINE.sub("", message)) from None
 
     def _flag(self, name: str, value: Any) -> list[str]:
         action = self._actions[name]
@@ -78,6 +82,8 @@ class CommandFlags:
             return [f"--{name}"] if self._switch(name, value) else []
         if action.nargs in ("+", "*") or isinstance(action.nargs, int):
             values = value if isinstance(value, list) else [value]
+            if not values:
+                raise ValueError(f"`{name}` of `attn-variants {self.command}` is an empty list: give a value, or null")
             return [f"--{name}", *(word for each in values for word in self._found(name, self._word(name, each)))]
         word = self._word(name, value)
         return [f"--{name}={word}"] if word.startswith("-") else [f"--{name}", word]

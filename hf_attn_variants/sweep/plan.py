@@ -10,7 +10,7 @@ from typing import Any
 from .flags import CommandFlags
 from .sweep_file import CONVERT, Part, Sweep
 
-__all__ = ["CONVERTED", "TRAINED", "Run", "axis_name", "curve_axis", "plan_runs"]
+__all__ = ["CONVERTED", "TRAINED", "Run", "axis_name", "check_files", "curve_axis", "plan_runs"]
 
 # What a run's folder has: the checkpoint that was converted, and what the training leaves.
 CONVERTED, TRAINED = "converted", "trained"
@@ -96,6 +96,21 @@ def plan_runs(sweep: Sweep, commands: Mapping[str, CommandFlags]) -> list[Run]:
         if (same := folders.setdefault(run.folder, run)) is not run:
             raise ValueError(f"{same.contestant!r} and {run.contestant!r} would share the folder {run.folder}")
     return runs
+
+
+def check_files(run: Run) -> None:
+    """Check that what a run's `..._file` and `..._dir` flags name is there.
+
+    Raises:
+        OSError: if something is not; the message names the variant and the flag.
+    """
+    for words in (run.convert or (), run.train):
+        flag = ""
+        for word in words:
+            if word.startswith("--"):
+                flag = word.removeprefix("--")
+            elif flag.endswith(("_file", "_dir")) and not Path(word).exists():
+                raise OSError(f"{run.contestant!r}: `{flag}`: no such file or folder: {word}")
 
 
 def curve_axis(sweep: Sweep) -> str | None:

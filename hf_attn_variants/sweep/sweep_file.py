@@ -112,19 +112,44 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(text: bytes) -> Any:
-    """Load YAML whose keys stand once; yaml's own loader takes the last of two in silence."""
+    """Load YAML whose keys stand once; yaml's own loader takes the last of two without a word."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            if not any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-                _once([(key.value, None) for key, _ in node.value])
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and key.tag != "tag:yaml.org,2002:merge":
+                    raise ValueError(f"`{name}` stands twice in one object, in lines {lines[name]} and {line}")
+                lines[name] = line
             return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from None
+        raise ValueError(f"not YAML: {_about_yaml(error, text)}") from None
+
+
+def _about_yaml(error: Any, text: bytes) -> str:
+    """Return where a text is no YAML, and what mends the common mistakes."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error)
+    lines = text.decode(errors="replace").splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    hint = ""
+    if "\t" in line:
+        hint = ": this line has a tab, and YAML is indented by spaces"
+    elif problem.startswith("expected <block end>"):
+        hint = ": this line is not indented as those that belong with it"
+    elif "':'" in problem:
+        hint = ": the line above has no `NAME: VALUE`"
+    elif re.search(r"[\[{].*\$\{", line):
+        hint = """: within [ ] and { } a text with ${...} needs quotes, as in ["${DATA}/train.txt"]"""
+    elif re.search(r"[\[{*&!%@`]", line):
+        hint = ": a text that begins with one of * & ! % @ `, or has [ ] { } in it, needs quotes"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{hint}"
 
 
 def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -136,7 +161,8 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _sweep(content: dict[str, Any], given: Mapping[str, str], commands: Collection[str], name: str) -> Sweep:
     if unknown := [key for key in content if key not in KEYS]:
-        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}")
+        flags = "" if difflib.get_close_matches(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
+        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}{flags}")
     variables = _variables(content.pop("variables", None), given)
     content = _filled(content, variables)
     command: Any = content.get("command")
@@ -271,8 +297,10 @@ def _point(value: Any) -> Any:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    seeds = value if isinstance(value, list) else [value]
-    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    seeds = value if isinstance(value, list) else [] if value is None else [value]
+    if not seeds:
+        raise ValueError("`seeds` is empty: give one seed or more, or leave it out (it is then [0])")
+    if not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise ValueError(f"`seeds` must be whole numbers of at least 0, got {value!r}")
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"`seeds` must be different, got {value!r}")
@@ -289,7 +317,7 @@ def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any
 
 def _object(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object, got {value!r}")
+        raise ValueError(f"{where} must be an object, NAME: VALUE in a line each, got {value!r}")
     return value or {}
 
 

@@ -49,6 +49,7 @@ SHOWN = {
     ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
+    ("docs/training.md", "What does it see?"): "a question as a model reads it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.

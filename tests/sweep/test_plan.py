@@ -69,7 +69,7 @@ def test_variants_times_seeds(dry_run):
 def test_a_grid_multiplies_variants_and_merges_objects(dry_run):
     heads = {"2": {"config_overrides": {"num_attention_heads": 2}}, "4": {"config_overrides": {"hidden_size": 64}}}
     found = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
-    assert len(found) == 8 and dry_run.last.startswith("# 8 commands: 8 runs, 8 variants with 1 seeds")
+    assert len(found) == 8 and dry_run.last == "# 8 commands: 8 runs, 8 variants with 1 seed each"
     name, words = found[-1]
     assert name == "multi-query, heads 4, learning_rate 0.0001, seed 5"
     assert json.loads(value_of(words, "config_overrides")) == {"hidden_size": 64, "num_hidden_layers": 1}
@@ -151,6 +151,12 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"command": None}, "give `command`, a training: there are `classify`,"),
         ({"seeds": [0, 0]}, "`seeds` must be different"),
         ({"seeds": [-1]}, "`seeds` must be whole numbers of at least 0"),
+        ({"seeds": ["one"]}, "`seeds` must be whole numbers of at least 0, got ['one']"),
+        ({"max_length": 8}, "; a flag belongs under `flags`"),
+        ({"variants": {"a": {"train_file": []}}}, "`train_file` of `attn-variants pretrain` is an empty list"),
+        ({"seeds": None}, "`seeds` is empty"),
+        ({"seeds": []}, "`seeds` is empty: give one seed or more"),
+        ({"variants": []}, "`variants` must be an object, NAME: VALUE in a line each, got []"),
         ({"variants": {}}, "give `variants`, or a `grid` of values"),
         ({"variants": {"a": {}, "b": {"model_type": "bert"}}}, "'a' and 'b' are the same commands: leave one out"),
         ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "'a b' and 'a-B' would share the folder runs/a-b"),
@@ -168,7 +174,7 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ),
         ({"variants": {"a": {"cpu": "yes"}}}, "`cpu` of `attn-variants pretrain` is true or false, got 'yes'"),
         ({"variants": {"a": {"train_file": "none/*.gz"}}}, "'a': `train_file`: no file is called none/*.gz"),
-        ({"variants": {"a": 3}}, "`variants`, 'a' must be an object, got 3"),
+        ({"variants": {"a": 3}}, "`variants`, 'a' must be an object, NAME: VALUE in a line each, got 3"),
         ({"grid": {"learning_rate": []}}, "`grid`, `learning_rate` must be a list of values"),
         ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` has 1 twice"),
         ({"references": {"c": {}}}, "`references` are what the grid does not multiply"),
@@ -194,9 +200,18 @@ def test_a_wrong_file_is_one_line_before_anything_runs(dry_run, change, message)
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` stands twice in one object"),
-        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` stands twice in one object"),
-        ("command: [\n", "not YAML"),
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` stands twice in one object, in lines 2 and 3"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` stands twice in one object, in lines 3 and 4"),
+        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` stands twice in one object, in lines 2 and 2"),
+        ("command: [\n", "not YAML: line 2, column 1: "),
+        ("command: pretrain\nflags:\n\tmodel_type: bert\n", "this line has a tab, and YAML is indented by spaces"),
+        ("flags:\n  train_file: [${DATA}/a.txt]\n", 'within [ ] and { } a text with ${...} needs quotes, as in ["'),
+        ("variants:\n  a: {}\n   b: {}\n", "this line is not indented as those"),
+        ("seeds: [0]\ntitle\nflags: {}\n", "the line above has no `NAME: VALUE`"),
+        (
+            "flags:\n  train_file:\n  - *.txt\n",
+            "a text that begins with one of * & ! % @ `, or has [ ] { } in it, needs quotes",
+        ),
         ("- a\n", "must hold an object with the keys"),
         ("command: pretrain\nvariants:\n  8: {}\n", "8 is no name: put it in quotes"),
     ],

@@ -136,6 +136,14 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
     assert "| three |" in table and "0 of 1" in table and table.count("1 of 1") == 2
 
 
+def test_a_file_that_is_not_there_is_told_before_anything_runs(sweep_file, tmp_path, capsys):
+    flags = json.loads(sweep_file.read_text())["flags"]
+    wrong = change(sweep_file, flags=flags | {"data_dir": "no/such"})
+    assert run(wrong, tmp_path / "out") == 2
+    assert "error: 'multi-head': `data_dir`: no such file or folder: no/such\n" == capsys.readouterr().err
+    assert not (tmp_path / "out/runs").exists()
+
+
 def test_a_folder_of_something_else_is_refused(sweep_file, tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
     assert run(sweep_file, tmp_path) == 2

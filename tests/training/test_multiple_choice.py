@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import ALBERT, BERT, token_ids
 from fixtures.processes import run_processes, run_script
-from fixtures.uptraining import make_bert, make_t5
+from fixtures.uptraining import make_bert
 from relatives import ENCODERS
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -205,10 +205,6 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
         ValueError, match=r"needs a model that was trained to choose; .* saved as BertForSequenceClass"
     ):
         run("--num_train_epochs", 0, model=tmp_path / "classifier", out="no")
-    with pytest.raises(
-        ValueError, match=r"\(t5\) has no multiple-choice head in transformers: word it as text: `attn-v"
-    ):
-        run(model=make_t5(tmp_path / "t5"), out="no")
     with pytest.raises(ValueError, match="--max_length 65 is too long"):
         run("--max_length", 65, out="no")
     assert not (tmp_path / "no").exists()

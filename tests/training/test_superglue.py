@@ -2,17 +2,27 @@
 
 import json
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from fixtures.superglue import write_superglue
-from fixtures.uptraining import make_bert, make_t5
+from fixtures.superglue import ANIMALS, PLACES, write_superglue
+from fixtures.uptraining import make_bert
+from fixtures.worded import make_writer
+from sklearn.metrics import matthews_corrcoef
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_attn_variants.commands.superglue import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import model_card
 from hf_attn_variants.superglue_tasks import SUPERGLUE_TASKS
+from hf_attn_variants.training import SuperGlueSettings
+from hf_attn_variants.training.superglue import diagnostics
+
+RTE_WORDS = "rte hypothesis premise : . The A a man sees it is in the entailment not_entailment " + " ".join(
+    (*ANIMALS, *PLACES)
+)
 
 
 @pytest.fixture
@@ -91,20 +101,63 @@ def test_a_resumed_run_ends_with_the_same_bits(run, task):
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def test_a_t5_classifies_and_is_refused_for_copa(run, tmp_path):
-    t5 = make_t5(tmp_path / "t5")
-    results, _ = run("rte", "--max_train_steps", 1, model=t5)
-    assert results["steps"] == 1
-    with pytest.raises(
-        ValueError, match=r"t5 \(t5\) has no multiple-choice head .*: word it as text: `attn-variants s"
-    ):
-        run("copa", model=t5, out="copa")
+def diagnostic_rows(name, count=12):
+    """Rows in the official form: AX-b's fields are called as GLUE's, AX-g's pairs differ in a pronoun."""
+    for i in range(count):
+        label = ("entailment", "not_entailment")[i // 2 % 2]
+        if name == "AX-b":
+            texts = {"sentence1": f"The {ANIMALS[i % 4]} is in the house.", "sentence2": f"a {PLACES[i % 4]}"}
+            yield texts | {"idx": i, "label": label, "logic": "Negation"}
+        else:
+            texts = {"premise": f"A man sees {('it', 'a')[i % 2]}.", "hypothesis": f"a {PLACES[i // 2 % 4]}"}
+            yield texts | {"idx": i, "label": label}
+
+
+@pytest.mark.parametrize("host", ["bert", "t5"])
+def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, caplog, host):
+    model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
+    for name in ("AX-b", "AX-g"):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps(row) + "\n" for row in diagnostic_rows(name))
+        (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
+    results, out = run("rte", "--max_train_steps", 6, model=model)
+    truth = [row["label"] for row in diagnostic_rows("AX-b")]
+    found = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
+    assert all([row["idx"] for row in rows] == [*range(12)] for rows in found.values())
+    said = {name: [row["label"] for row in rows] for name, rows in found.items()}
+    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, said["AX-b"]))
+    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, said["AX-g"], strict=True)])
+    pairs = zip(said["AX-g"][::2], said["AX-g"][1::2], strict=True)
+    assert results["axg_gender_parity"] == np.mean([one == other for one, other in pairs])
+    # Without labels, and without pairs.
+    rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
+    (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    again, folder = run("rte", "--num_train_epochs", 0, model=out, out="again")
+    assert "axb_matthews_correlation" in again and not [name for name in again if name.startswith("axg_")]
+    assert len(lines_of(folder / "predictions_AX-g.jsonl")) == 11
+    assert "AX-g: its rows are no pairs with the same hypothesis" in caplog.text
+
+
+def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
+    loaded = []
+
+    def load(dataset, name, split):
+        loaded.append((dataset, name, split))
+        return [{**row, "label": i % 2} for i, row in enumerate(diagnostic_rows({"axb": "AX-b", "axg": "AX-g"}[name]))]
+
+    monkeypatch.setattr(diagnostics, "load_dataset", load)
+    settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name="rte")
+    found = diagnostics.load_diagnostics(settings)
+    assert loaded == [("aps/super_glue", name, "test") for name in ("axb", "axg")]
+    assert found["axb"][1].texts == (("The dog is in the house.", "a street"),) and found["axb"][1].labels == (1,)
+    assert not diagnostics.load_diagnostics(replace(settings, skip_predict=True))
+    assert not diagnostics.load_diagnostics(replace(settings, validation_file="v.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--task_name", "axg"], "unknown --task_name 'axg': choose one of boolq, cb, copa, multirc"),
+        (["--task_name", "AX-g"], "unknown --task_name 'AX-g': choose one of boolq, .*; both diagnostic sets are pr"),
         (["--task_name", "cb", "--metric_for_best_model", "f1"], "there are loss, accuracy, f1_macro, combined_score"),
         (["--task_name", "rte", "--metric_for_best_model", "f1a"], "there are loss, accuracy$"),
     ],

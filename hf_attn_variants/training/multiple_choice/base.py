@@ -10,8 +10,7 @@ from datasets import Dataset
 from scipy.special import log_softmax
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModelForMultipleChoice, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING
+from transformers import PreTrainedModel
 
 from ..classification.evaluation import EvalSet
 from ..classification.splits import hash_rows, make_rows
@@ -19,24 +18,31 @@ from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.evaluation import Scores, run_rows
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective
-from ..engine.models import load_config, load_model
+from ..engine.models import load_config
 from ..engine.settings import FineTuningSettings
-from ..engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
-from .choices import ChoiceCollator, ChoiceSplit, choice_logits, choice_objective, tokenize_choices
+from .choices import ChoiceSplit
+from .head import ChoiceHead
+from .words import ChoiceWords
 
 __all__ = ["NO_QUESTIONS", "ChoiceEvaluator", "ChoiceTask", "scores_of"]
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 NO_QUESTIONS = ChoiceSplit("train", make_rows({}))
-HEAD = "ForMultipleChoice"
 
 
 class ChoiceEvaluator(Scores):
     """Evaluates the dev questions, and predicts others."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, dev: EvalSet | None, settings: FineTuningSettings):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        dev: EvalSet | None,
+        settings: FineTuningSettings,
+        way: ChoiceHead | ChoiceWords,
+    ):
         super().__init__(self._scores)
-        self.accelerator, self.model, self.dev, self.settings = accelerator, model, dev, settings
+        self.accelerator, self.model, self.dev, self.settings, self.way = accelerator, model, dev, settings, way
         self.dev_log_shares = np.empty((0, 0))
 
     def _scores(self) -> dict[str, float]:
@@ -53,7 +59,7 @@ class ChoiceEvaluator(Scores):
         most = max(map(len, questions.split.data["text2"]))
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            logits = choice_logits(self.model, batch)
+            logits = self.way.scores(self.model, batch)
             return (pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
 
         loader, order, name = questions.loader, questions.order, questions.split.name
@@ -68,11 +74,12 @@ def scores_of(log_shares: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
-    """A training of a model that chooses among texts.
+    """A training of a model that chooses among texts: an encoder by a head, an encoder-decoder in words.
 
-    A task's `__init__` sets the attributes below.
+    A task's `__init__` sets `train` and `dev`.
 
     Attributes:
+        way: how the model chooses.
         train: the training questions; none for a run that only evaluates.
         dev: those that are evaluated; None where there are none.
     """
@@ -85,18 +92,17 @@ class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
-        _check_model(settings, self.config)
-        self.tokenizer = load_tokenizer(settings, self.config)
-        fit_token_types(self.tokenizer, self.config)
-        check_max_length(settings.max_length, self.config, self.tokenizer, pair=True)
-        self.collate = ChoiceCollator(self.tokenizer, settings.pad_to_multiple_of)
+        self.way = self.make_way()
+        self.tokenizer, self.collate = self.way.tokenizer, self.way.collate
+
+    def make_way(self) -> ChoiceHead | ChoiceWords:
+        """Return how the model chooses."""
+        if self.config.is_encoder_decoder:
+            return ChoiceWords(self.settings, self.config, self.accelerator)
+        return ChoiceHead(self.settings, self.config)
 
     def load_model(self) -> PreTrainedModel:
-        self.config.num_labels, self.config.problem_type = 1, None  # whatever the checkpoint classified
-        had_head = any(HEAD in name for name in self.config.architectures or [])
-        model = load_model(
-            self.settings, self.config, AutoModelForMultipleChoice, ignore_mismatched_sizes=not had_head
-        )
+        model = self.way.load_model()
         self.token_counts: Sequence[int] = []
         self.rows = make_rows({})
         if len(self.train):
@@ -109,11 +115,11 @@ class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
         return self.token_counts
 
     def objective(self) -> Objective:
-        return choice_objective()
+        return self.way.objective()
 
     def make_evaluator(self, model: nn.Module) -> ChoiceEvaluator | None:
         dev = None if self.dev is None else self.eval_set(self.dev)
-        self.evaluator = ChoiceEvaluator(self.accelerator, model, dev, self.settings)
+        self.evaluator = ChoiceEvaluator(self.accelerator, model, dev, self.settings, self.way)
         return self.evaluator if dev is not None else None
 
     def eval_set(self, split: ChoiceSplit) -> EvalSet:
@@ -137,21 +143,4 @@ class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
 
     def _tokenize(self, split: ChoiceSplit) -> Dataset:
         with self.accelerator.main_process_first():  # as every task makes its rows
-            return tokenize_choices(split, self.tokenizer, self.settings.max_length)
-
-
-def _check_model(settings: FineTuningSettings, config: PreTrainedConfig) -> None:
-    """Raise ValueError if the architecture has no multiple-choice head, or is only evaluated and was saved without."""
-    name = settings.model_name_or_path
-    auto_map: Any = getattr(config, "auto_map", None) or {}
-    if type(config) not in MODEL_FOR_MULTIPLE_CHOICE_MAPPING and "AutoModelForMultipleChoice" not in auto_map:
-        other = (
-            "word it as text: `attn-variants seq2seq` with tables whose source has the question and its choices and "
-            "whose target is the right one"
-            if config.is_encoder_decoder
-            else "take an encoder such as BERT, RoBERTa, ALBERT, ELECTRA or DistilBERT"
-        )
-        raise ValueError(f"{name} ({config.model_type}) has no multiple-choice head in transformers: {other}")
-    if settings.only_evaluates and not any(HEAD in each for each in config.architectures or []):
-        saved = ", ".join(config.architectures or []) or "no class"
-        raise ValueError(f"--num_train_epochs 0 needs a model that was trained to choose; {name} was saved as {saved}")
+            return self.way.tokenize(split)

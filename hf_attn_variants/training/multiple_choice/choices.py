@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 class ChoiceSplit(ClassificationSplit):
     """The questions of one split.
 
-    `data` has the columns `text1` (what each choice is read behind), `text2` (a list: the texts that are read behind
-    it, one a choice), `choices` (a list: their own texts), `label` (the place of the right one, where it is known),
-    and `index` and `file` as every split.
+    `data` has the columns `text1` (what each choice is read behind: the context, or the question where there is none),
+    `text2` (a list: the texts that are read behind it, one a choice), `choices` (a list: their own texts), `question`
+    (None where `text1` is all there is), `label` (the place of the right one, where it is known), and `index` and
+    `file` as every split.
     """
 
     @property

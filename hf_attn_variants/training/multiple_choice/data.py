@@ -62,6 +62,7 @@ class Rows:
     answer_column: str | None
     firsts: list[str] = field(default_factory=list)
     seconds: list[list[str]] = field(default_factory=list)
+    questions: list[str | None] = field(default_factory=list)
     choices: list[list[str]] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Rows:
     def split(self, name: str, places: list[int] | None) -> ChoiceSplit:
         """Return the split with these right choices."""
         columns: dict[str, list] = {"text1": self.firsts, "text2": self.seconds, "choices": self.choices}
-        columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
+        columns |= {"question": self.questions, "index": self.numbers, "file": self.files, "line": self.lines}
         return ChoiceSplit(name, make_rows(columns | ({} if places is None else {"label": places})))
 
 
@@ -135,7 +136,9 @@ def _read(name: str, source: Source, columns: ChoiceColumns, blank: str | None) 
         if context is None:
             rows.firsts.append(question or "")
             rows.seconds.append(choices)
+            rows.questions.append(None)
         else:
+            rows.questions.append(question)
             rows.firsts.append(context)
             rows.seconds.append([word_choice(question, choice, blank) for choice in choices])
         rows.choices.append(choices)

@@ -19,8 +19,8 @@ __all__ = ["MultipleChoiceFineTuning"]
 class MultipleChoiceFineTuning(ChoiceTask[MultipleChoiceSettings]):
     """Which choice is right: RACE (arXiv:1704.04683), SWAG (arXiv:1808.05326), or a user's own questions.
 
-    A question may have more choices than another. The results have `eval_accuracy`; with answers, the test rows' are
-    `test_accuracy` and `test_loss`.
+    A question may have more choices than another. An encoder-decoder reads them in words (see `words`). The results
+    have `eval_accuracy`; with answers, the test rows' are `test_accuracy` and `test_loss`.
     """
 
     name = "multiple choice"
@@ -49,6 +49,7 @@ class MultipleChoiceFineTuning(ChoiceTask[MultipleChoiceSettings]):
             "answer_column": columns.answer,
         }
         found: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        found |= {"worded": True} if self.config.is_encoder_decoder else {}
         most = max(split.most_choices for split in self.data.splits.values())
         found |= {"choices_columns": list(columns.choices), "most_choices": most}
         return found | ({"answer_format": self.data.answer_format} if columns.answer is not None else {})

@@ -1,1 +1,1 @@
-"""SuperGLUE: `classification` and `multiple_choice` with the eight tasks' files, scores and submissions."""
+"""SuperGLUE: `classification` and `multiple_choice` with the eight tasks' files, scores, wordings and submissions."""

@@ -9,12 +9,21 @@ from datasets import load_dataset
 from ...superglue_tasks import SUPERGLUE_DATASET, SuperGlueTask
 from ...table_files import read_records
 from .examples import Example, label_of, make_example, multirc_example, number_of, record_example, text_in
+from .settings import SuperGlueSettings
 
-__all__ = ["load_superglue", "read_superglue"]
+__all__ = ["load_examples", "load_superglue", "read_superglue"]
 
 FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
 # (where it is, its fields), one after the other.
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
+
+
+def load_examples(settings: SuperGlueSettings, task: SuperGlueTask) -> dict[str, list[Example]]:
+    """Read the splits that a run reads, as far as it reads them; errors as of `load_superglue`."""
+    with_train, with_test = not settings.only_evaluates, not settings.skip_predict
+    found = load_superglue(task, settings.data_dir, settings.values(), with_train, with_test)
+    limits = {"train": settings.max_train_samples, "validation": settings.max_eval_samples}
+    return {name: examples[: limits.get(name)] for name, examples in found.items()}
 
 
 def load_superglue(

@@ -5,7 +5,7 @@ Official files and the Hub write two of the tasks, MultiRC and ReCoRD, in other 
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Example:
         answers: of MultiRC the official numbers of the answers.
         candidates: of ReCoRD the entities that may be the answer.
         truths: of ReCoRD those that are, as texts.
+        fields: what `wording` makes a text of, one each: (name, text) of the official fields, in T5's order; of COPA
+            and ReCoRD one for all choices or candidates.
     """
 
     index: tuple[int, ...]
@@ -40,6 +42,7 @@ class Example:
     answers: tuple[int, ...] = ()
     candidates: tuple[str, ...] = ()
     truths: tuple[str, ...] = ()
+    fields: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
 def make_example(task: SuperGlueTask, row: Mapping[str, Any], place: str, has_label: bool) -> Example:
@@ -58,13 +61,22 @@ def make_example(task: SuperGlueTask, row: Mapping[str, Any], place: str, has_la
         question = text("question")
         if question not in COPA_QUESTIONS:
             raise ValueError(f"{place}: question is {question!r:.40}, and must be cause or effect")
+        fields = _named(row, ("choice1", "choice2", "premise", "question"), place)
         choices = [f"{COPA_QUESTIONS[question]} {text(name)}" for name in ("choice1", "choice2")]
-        return Example(index, tuple((text("premise"), choice) for choice in choices), labels)
+        texts = tuple((text("premise"), choice) for choice in choices)
+        return Example(index, texts, labels, fields=(fields,))
     if task.name == "wic":
-        return Example(index, ((_marked_word(row, "1", place), _marked_word(row, "2", place)),), labels)
+        texts = ((_marked_word(row, "1", place), _marked_word(row, "2", place)),)
+        return Example(index, texts, labels, fields=(_named(row, ("sentence1", "sentence2", "word"), place),))
     if task.name == "wsc":
-        return Example(index, ((_marked_spans(row, place),),), labels)
-    return Example(index, (tuple(text(name) for name in task.fields),), labels)
+        marked = _marked_spans(row, place)
+        return Example(index, ((marked,),), labels, fields=((("text", marked),),))
+    texts = (tuple(text(name) for name in task.fields),)
+    return Example(index, texts, labels, fields=(_named(row, sorted(task.fields), place),))
+
+
+def _named(row: Mapping[str, Any], names: Sequence[str], place: str) -> tuple[tuple[str, str], ...]:
+    return tuple((name, text_in(row, name, place)) for name in names)
 
 
 def multirc_example(
@@ -79,7 +91,8 @@ def multirc_example(
     """
     numbers, texts, labels = zip(*answers, strict=True)
     pairs = tuple((passage, f"{question} {answer}") for answer in texts)
-    return Example(index, pairs, None if None in labels else labels, answers=numbers)
+    fields = tuple((("question", question), ("answer", answer), ("paragraph", passage)) for answer in texts)
+    return Example(index, pairs, None if None in labels else labels, answers=numbers, fields=fields)
 
 
 def record_example(
@@ -100,7 +113,9 @@ def record_example(
     passage = HIGHLIGHT.sub(lambda match: f"{match[1] or '.'} ", passage)
     pairs = tuple((passage, query.replace(PLACEHOLDER, name)) for name in names)
     labels = None if truths is None else tuple(int(name in truths) for name in names)
-    return Example((index,), pairs, labels, candidates=names, truths=tuple(dict.fromkeys(truths or ())))
+    fields = ((("query", query), ("entities", ", ".join(names)), ("passage", passage)),)
+    right = tuple(dict.fromkeys(truths or ()))
+    return Example((index,), pairs, labels, candidates=names, truths=right, fields=fields)
 
 
 def _marked_word(row: Mapping[str, Any], side: str, place: str) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...superglue_tasks import SUPERGLUE_TASKS, get_superglue_task
-from ..engine.options import WITH_BEST_WEIGHTS, check_metric, option
+from ..engine.options import ALWAYS, WITH_BEST_WEIGHTS, check_metric, option
 from ..engine.settings import FineTuningSettings
 
 __all__ = ["SuperGlueSettings"]
@@ -29,9 +29,16 @@ class SuperGlueSettings(FineTuningSettings):
     )
     test_file: str | None = option("The test JSONL, instead of the folder's.", None)
     skip_predict: bool = option("Do not predict the test split.", False)
+    classifier: bool = option(
+        "Give an encoder-decoder a classifier's head, as `glue` does, instead of wording the task as text.",
+        False,
+        resume=ALWAYS,
+    )
 
     def check(self) -> None:
         super().check()
         task = get_superglue_task(self.task_name)
+        if self.classifier and task.name == "copa":
+            raise ValueError("--classifier: COPA is multiple choice, which no encoder-decoder has a head for")
         combined = ("combined_score",) if len(task.metrics) > 1 else ()
         check_metric(self.metric_for_best_model, ("loss", *task.metrics, *combined))

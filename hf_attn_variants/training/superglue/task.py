@@ -1,4 +1,4 @@
-"""Fine-tuning on a SuperGLUE task: a classifier of texts, or of COPA a model that chooses; scores and submissions."""
+"""Fine-tuning on a SuperGLUE task: a classifier of texts, of COPA a model that chooses; which task a model gets."""
 
 from typing import Any
 
@@ -11,34 +11,45 @@ from ..classification.base import NO_ROWS, SequenceClassification
 from ..classification.evaluation import EvalSet, LogitsEvaluator
 from ..classification.splits import ClassificationSplit, make_rows
 from ..engine.finetune import fine_tune
+from ..engine.models import load_config
 from ..multiple_choice.base import NO_QUESTIONS, ChoiceEvaluator, ChoiceTask
 from ..multiple_choice.choices import ChoiceSplit
-from .data import load_superglue
+from .data import load_examples
+from .diagnostics import DIAGNOSTICS, load_diagnostics, score_diagnostic
 from .examples import Example
 from .metrics import compute_superglue
 from .settings import SuperGlueSettings
 from .submission import submission
+from .worded_task import WordedSuperGlue
 
 __all__ = ["CopaFineTuning", "SuperGlueFineTuning", "fine_tune_superglue"]
 
 
 def fine_tune_superglue(settings: SuperGlueSettings) -> dict[str, Any]:
-    """Fine-tune on the task that the settings name; return and raise what `engine.finetune.fine_tune` does."""
+    """Fine-tune on the task that the settings name; return and raise what `engine.finetune.fine_tune` does.
+
+    An encoder classifies texts, or of COPA chooses; an encoder-decoder reads the task in words, unless
+    `settings.classifier` asks for a head.
+    """
+    if _reads_words(settings):
+        return fine_tune(WordedSuperGlue, settings)
     if settings.task_name.lower() == "copa":
         return fine_tune(CopaFineTuning, settings)
     return fine_tune(SuperGlueFineTuning, settings)
 
 
-def _load(settings: SuperGlueSettings, task: SuperGlueTask) -> dict[str, list[Example]]:
-    """Return the splits that the run reads, as far as it reads them."""
-    with_train, with_test = not settings.only_evaluates, not settings.skip_predict
-    found = load_superglue(task, settings.data_dir, settings.values(), with_train, with_test)
-    limits = {"train": settings.max_train_samples, "validation": settings.max_eval_samples}
-    return {name: examples[: limits.get(name)] for name, examples in found.items()}
-
-
-def _file(task: SuperGlueTask, prefix: str = "") -> str:
-    return f"{prefix}{task.folder}.jsonl"
+def _reads_words(settings: SuperGlueSettings) -> bool:
+    """Say whether the model reads the task in words; raise ValueError where it is told to do otherwise, and cannot."""
+    config, name = load_config(settings), settings.model_name_or_path
+    if settings.classifier and not config.is_encoder_decoder:
+        raise ValueError(
+            f"--classifier is for encoder-decoders; {name} ({config.model_type}) is an encoder, which has a head "
+            "anyway: leave it out"
+        )
+    classifiers = [each for each in config.architectures or [] if each.endswith("ForSequenceClassification")]
+    if config.is_encoder_decoder and settings.only_evaluates and classifiers and not settings.classifier:
+        raise ValueError(f"{name} was saved as {classifiers[0]}: give --classifier")
+    return config.is_encoder_decoder and not settings.classifier
 
 
 class SuperGlueEvaluator(LogitsEvaluator):
@@ -70,7 +81,8 @@ class SuperGlueFineTuning(SequenceClassification[SuperGlueSettings, SuperGlueEva
         self.task = get_superglue_task(settings.task_name)
         self.labels, self.problem_type = self.task.labels, "single_label_classification"
         self.fit_tokenizer(pair=len(self.task.fields) == 2)
-        self.examples = _load(settings, self.task)
+        self.examples = load_examples(settings, self.task)
+        self.diagnostics = load_diagnostics(settings) if self.task.name == "rte" else {}
         self.train = _rows("train", self.examples["train"]) if "train" in self.examples else NO_ROWS
         self.dev_splits = [_rows("validation", self.examples["validation"])]
         self.name, self.main_metric = f"SuperGLUE {self.task.folder}", self.task.main_metric
@@ -102,13 +114,23 @@ class SuperGlueFineTuning(SequenceClassification[SuperGlueSettings, SuperGlueEva
 
     def predictions(self, evaluator: SuperGlueEvaluator) -> dict[str, str]:
         dev = self.examples["validation"]
-        return {_file(self.task, "dev_"): submission(self.task, dev, evaluator.dev_scores)}
+        return {self.task.submission_file("dev_"): submission(self.task, dev, evaluator.dev_scores)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if self.test is None:
-            return {}, {}
-        scores = self.evaluator.in_tasks_order(self.evaluator.predict_logits(self.test))
-        return {}, {_file(self.task): submission(self.task, self.examples["test"], scores)}
+        results: dict[str, Any] = {}
+        files = {}
+        if self.test is not None:
+            logits = self._logits(self.test)
+            files[self.task.submission_file()] = submission(self.task, self.examples["test"], logits)
+        for name, examples in self.diagnostics.items():
+            logits = self._logits(self.eval_set(_rows(name, examples)))
+            results |= score_diagnostic(name, examples, logits.argmax(-1))
+            files[f"{DIAGNOSTICS[name]}.jsonl"] = submission(self.task, examples, logits)
+        return results, files
+
+    def _logits(self, rows: EvalSet) -> np.ndarray:
+        """Return the logits of rows to predict [rows, labels], in the order of the task's labels."""
+        return self.evaluator.in_tasks_order(self.evaluator.predict_logits(rows))
 
 
 class CopaFineTuning(ChoiceTask[SuperGlueSettings]):
@@ -119,7 +141,7 @@ class CopaFineTuning(ChoiceTask[SuperGlueSettings]):
     def __init__(self, settings: SuperGlueSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.task = get_superglue_task(settings.task_name)
-        self.examples = _load(settings, self.task)
+        self.examples = load_examples(settings, self.task)
         self.train = _questions("train", self.examples["train"]) if "train" in self.examples else NO_QUESTIONS
         self.dev = _questions("validation", self.examples["validation"])
 
@@ -136,13 +158,13 @@ class CopaFineTuning(ChoiceTask[SuperGlueSettings]):
 
     def predictions(self, evaluator: ChoiceEvaluator) -> dict[str, str]:
         dev = self.examples["validation"]
-        return {_file(self.task, "dev_"): submission(self.task, dev, evaluator.dev_log_shares)}
+        return {self.task.submission_file("dev_"): submission(self.task, dev, evaluator.dev_log_shares)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.test is None:
             return {}, {}
         found = self.evaluator.log_shares(self.test)
-        return {}, {_file(self.task): submission(self.task, self.examples["test"], found)}
+        return {}, {self.task.submission_file(): submission(self.task, self.examples["test"], found)}
 
 
 def _rows(name: str, examples: list[Example]) -> ClassificationSplit:
