@@ -47,15 +47,9 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
     "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int},
     "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int, "is_kept": bool},
-    "mean_output_relative_error": NUMBER,
-    "mean_output_relative_error_averaged": NUMBER,
-    "mean_logits_relative_error": NUMBER,
-    "mean_value_relative_error": NUMBER,
     "versions": {ANY: str},
     "seconds": NUMBER,
 }
-# Of a layer only what the fit reached, which reports without the mean errors of outputs have alone.
-FIT = {"relative_error_closed_form": NUMBER, "relative_error_fitted": NUMBER}
 TRAINING_FIELDS: dict[str, Any] = {
     "steps": int,
     "train_samples": int,
@@ -235,10 +229,7 @@ def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
     found = _typed(report, CONVERSION_FIELDS)
     if "source" in found and "source_revision" not in found:
         found["source"] = PurePath(found["source"]).name  # a folder of some machine
-    layers = report.get("layers")
-    details = [each.get("details") for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
-    fits = [{name: each[name] for name in FIT} for each in details if each is not None and _fits(each, FIT)]
-    return {"kind": kind, **found, **({"layers": [{"details": each} for each in fits]} if fits else {})}
+    return {"kind": kind, **found}
 
 
 def _arguments(given: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import CONFIG_NAME, check_output_dir
+from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
@@ -248,7 +248,10 @@ def convert_checkpoint(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle)
+        # The source's card is not true of what is made of it. The history has its terms; what cannot be read stays.
+        new = plan_folder(
+            plan, reader, folder, config, output, allow_pickle, lambda name: name != CARD_NAME or bool(history.problems)
+        )
         calibrated = calibrate(plan, reader, source, request.calibration)
         quality = _quality_of_files(plan, reader, calibrated, folder)
         with new.written(calibrated.attentions) as (stage, layers):

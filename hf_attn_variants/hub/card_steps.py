@@ -15,6 +15,7 @@ __all__ = [
     "data_name",
     "hub_source",
     "last_training",
+    "quality_sentence",
     "reads_pairs",
     "step_lines",
     "step_sections",
@@ -97,6 +98,18 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
     return {"dataset_type": re.sub(r"[^\w./-]+", "-", named), "dataset_name": named} if named else None
 
 
+def quality_sentence(steps: Sequence[Step]) -> str:
+    """Return how near the model is to what it was converted from; "" where a training followed, or nobody measured."""
+    if not steps or steps[-1]["kind"] != "conversion" or (found := Quality.of(steps[-1].get("quality") or {})) is None:
+        return ""
+    least = "from" if found.measure == "embeddings" else "up to"
+    failed = "" if found.is_kept else ", so this one was not"
+    return (
+        f"On {found.examples:,} held-out examples of its calibration {found}. `convert` counts a model as kept {least} "
+        f"{found.shown_bound}{failed}."
+    )
+
+
 def chain_sentence(steps: Sequence[Step]) -> str:
     """Return what was done to the model in one sentence; "" where there is one training or nothing to tell."""
     if len(steps) < 2:
@@ -120,7 +133,7 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         has_report: whether the report of the last conversion lies beside the card.
 
     Returns:
-        For each step "kind", "title", "sentence", "rows", "versions"; of a conversion also "errors" and "in_report".
+        For each step "kind", "title", "sentence", "rows", "versions"; of the last conversion also "in_report".
     """
     titles = [_title(step) for step in steps]
     sections: list[dict[str, Any]] = []
@@ -128,6 +141,8 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         title += f" (step {index + 1})" if titles.count(title) > 1 else ""
         is_conversion = step["kind"] == "conversion"
         made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
+        if is_conversion and index + 1 < len(steps) and (quality := quality_sentence([step])):
+            made["sentence"] += f" {quality}"  # that of the last step is what the model has, and stands above
         made["rows"] = [tuple(map(plain, row)) for row in made["rows"]]
         sections.append({"kind": step["kind"], "title": title, "versions": plain(_versions(step)), **made})
     conversions = [section for section in sections if section["kind"] == "conversion"]
@@ -137,7 +152,7 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
 
 
 def _conversion(step: Step, source: str) -> dict[str, Any]:
-    """Return a sentence, rows of before and after, the mean errors."""
+    """Return a sentence, and rows of before and after."""
     method, seed = step.get("method", "a method that is not recorded"), step.get("seed", "not recorded")
     sentence = f"{code(source)} was converted by {code(f'--method {method}')}, seed {seed}."
     if calibration := step.get("calibration"):
@@ -149,25 +164,6 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
             f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets}, cut at "
             f"{calibration['max_length']} tokens{passages}."
         )
-    fits = [layer["details"] for layer in step.get("layers", [])]
-    if (found := Quality.of(step.get("quality") or {})) is not None:
-        kept = "" if found.is_kept else f", beyond the bound of {found.shown_bound}: it was not kept"
-        sentence += f" The whole model on {found.examples:,} held-out examples of it: {found}{kept}."
-    elif (error := step.get("mean_output_relative_error")) is not None:
-        averaged = step.get("mean_output_relative_error_averaged")
-        beside = "" if averaged is None else f"; {averaged:.1%} with averaged heads"
-        sentence += (
-            f" On a held-out tenth of that text the relative error of an attention's output is {error:.1%} (mean over "
-            f"the attentions, each alone{beside})."
-        )
-    elif fits:
-        before = sum(row["relative_error_closed_form"] for row in fits) / len(fits)
-        after = sum(min(row["relative_error_closed_form"], row["relative_error_fitted"]) for row in fits) / len(fits)
-        sentence += (
-            " Each attention was fitted, alone, to what the old one made of a calibration text: on a held-out tenth "
-            f"of it the relative error of its output is {after:.1%} (mean over {len(fits)} attentions; {before:.1%} "
-            "by the closed form, before the fit)."
-        )
     rows = [(name, *map(_shown, pair)) for name, pair in step.get("heads", {}).items()]
     if parameters := step.get("parameters"):
         rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
@@ -175,8 +171,7 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
         rows.append((f"cache bytes a token ({site})", f"{cache['before']:,}", f"{cache['after']:,}"))
     if step.get("talking_heads"):
         rows.append(("talking-heads projections", "none", ", ".join(step["talking_heads"])))
-    errors = {name: _percent(step.get(f"mean_{name}_relative_error")) for name in ("logits", "value")}
-    return {"sentence": sentence, "rows": rows, "errors": errors}
+    return {"sentence": sentence, "rows": rows}
 
 
 def _shown(count: int | list[int | None] | None) -> str:
@@ -267,7 +262,3 @@ def _task_name(training: Step) -> str | None:
 
 def _versions(step: Step) -> str:
     return ", ".join(f"{name} {number}" for name, number in step.get("versions", {}).items()) or "not recorded"
-
-
-def _percent(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.1%}"

@@ -55,9 +55,7 @@ def test_a_conversion_is_told_as_its_report_has_it(folder):
     assert "grouped-query attention (2 key/value heads for 4 query heads)" in text
     assert "converted and not trained" in text
     assert f"{report['parameters']['before']:,} | {report['parameters']['after']:,}" in text
-    assert (
-        f"{report['mean_logits_relative_error']:.1%}" in text and f"{report['mean_value_relative_error']:.1%}" in text
-    )
+    assert "relative error" not in text.lower()
     assert "--method mean" in text and "seed 0" in text
     assert "q0 q1" in text and "kv1" in text
     assert 'from_pretrained("me/bert-gqa2", trust_remote_code=True)' in text
