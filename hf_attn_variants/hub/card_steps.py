@@ -11,9 +11,11 @@ from ..superglue_tasks import SUPERGLUE, SUPERGLUE_DATASET, SUPERGLUE_TASKS
 from .card_escapes import code, plain
 
 __all__ = [
+    "begins_with_model",
     "chain_sentence",
     "data_name",
     "hub_source",
+    "is_only_converted",
     "last_training",
     "quality_sentence",
     "reads_pairs",
@@ -27,6 +29,9 @@ TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epoch
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
 max_target_length mixed_precision trainable seed""".split()
+# Of a run that only evaluates.
+EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
+EVALUATED = "evaluated"
 TRAINING_FILES = ("train_file", "source_file")
 PRETRAINING = ("mlm_probability", "noise_density")
 Step = Mapping[str, Any]
@@ -42,6 +47,11 @@ MOST_LABELS = 30
 def last_training(steps: Sequence[Step]) -> Step | None:
     """Return the training whose weights, and so whose scores, the model has: none where a conversion followed."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
+
+
+def begins_with_model(step: Step) -> bool:
+    """Say whether a step was made of a model, and not from scratch."""
+    return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
 def hub_source(steps: Sequence[Step]) -> str | None:
@@ -98,9 +108,19 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
     return {"dataset_type": re.sub(r"[^\w./-]+", "-", named), "dataset_name": named} if named else None
 
 
+def is_only_converted(steps: Sequence[Step]) -> bool:
+    """Say whether the model has the weights of a conversion: no training followed, though an evaluation may have."""
+    return bool(changed := _changes(steps)) and changed[-1]["kind"] == "conversion"
+
+
+def _changes(steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if _verb(step) != EVALUATED]
+
+
 def quality_sentence(steps: Sequence[Step]) -> str:
     """Return how near the model is to what it was converted from; "" where a training followed, or nobody measured."""
-    if not steps or steps[-1]["kind"] != "conversion" or (found := Quality.of(steps[-1].get("quality") or {})) is None:
+    found = Quality.of(_changes(steps)[-1].get("quality") or {}) if is_only_converted(steps) else None
+    if found is None:
         return ""
     least = "from" if found.measure == "embeddings" else "up to"
     failed = "" if found.is_kept else ", so this one was not"
@@ -112,10 +132,11 @@ def quality_sentence(steps: Sequence[Step]) -> str:
 
 def chain_sentence(steps: Sequence[Step]) -> str:
     """Return what was done to the model in one sentence; "" where there is one training or nothing to tell."""
+    steps = _changes(steps)
     if len(steps) < 2:
         return "".join(" It was converted and not trained afterwards." for s in steps if s["kind"] == "conversion")
     verbs = [_verb(step) + (f" ({step['steps']:,} steps)" if _has_trained(step) else "") for step in steps]
-    end = ", and not trained afterwards" if steps[-1]["kind"] == "conversion" else ""
+    end = ", and not trained afterwards" if is_only_converted(steps) else ""
     return f" It was {', then '.join(verbs)}{end}."
 
 
@@ -141,8 +162,9 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         title += f" (step {index + 1})" if titles.count(title) > 1 else ""
         is_conversion = step["kind"] == "conversion"
         made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
-        if is_conversion and index + 1 < len(steps) and (quality := quality_sentence([step])):
-            made["sentence"] += f" {quality}"  # that of the last step is what the model has, and stands above
+        # That of the weights which the model has stands above.
+        if is_conversion and _changes(steps)[-1] is not step and (quality := quality_sentence([step])):
+            made["sentence"] += f" {quality}"
         made["rows"] = [tuple(map(plain, row)) for row in made["rows"]]
         sections.append({"kind": step["kind"], "title": title, "versions": plain(_versions(step)), **made})
     conversions = [section for section in sections if section["kind"] == "conversion"]
@@ -183,6 +205,9 @@ def _shown(count: int | list[int | None] | None) -> str:
 
 def _training(step: Step) -> dict[str, Any]:
     """Return a sentence and the arguments that matter."""
+    if _verb(step) == EVALUATED:
+        names = [name for name in EVALUATION_ARGUMENTS if step["arguments"].get(name) not in (None, "")]
+        return {"sentence": _problem(step).strip(), "rows": [(name, step["arguments"][name]) for name in names]}
     parts = [f"{step['steps']:,} optimiser steps"] if "steps" in step else []
     parts += [f"{step['train_samples']:,} training examples"] if "train_samples" in step else []
     parts += [f"{step['epoch']:g} epochs"] if "epoch" in step else []
@@ -228,19 +253,21 @@ def _verb(step: Step) -> str:
     if step["kind"] == "conversion":
         return "converted"
     if step.get("steps") == 0:
-        return "evaluated"
+        return EVALUATED
     if _title(step) == "Uptraining":
         return "distilled" if step["arguments"].get("teacher") else "uptrained"
     return "pretrained" if any(name in step["arguments"] for name in PRETRAINING) else "fine-tuned"
 
 
 def _has_trained(step: Step) -> bool:
-    return _verb(step) not in ("converted", "evaluated") and bool(step.get("steps"))
+    return _verb(step) not in ("converted", EVALUATED) and bool(step.get("steps"))
 
 
 def _title(step: Step) -> str:
     if step["kind"] == "conversion":
         return "Conversion"
+    if step.get("steps") == 0:
+        return "Evaluation"
     # Pretraining has an objective among its arguments, too.
     of_uptraining = "objective" in step["arguments"] and "whole_word_mask" not in step["arguments"]
     return "Uptraining" if "objective" in step or of_uptraining else "Training"

@@ -14,7 +14,7 @@ from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
-from .card_steps import Step, chain_sentence, last_training
+from .card_steps import Step, chain_sentence, is_only_converted, last_training
 
 __all__ = [
     "PIPELINE_TAGS",
@@ -221,8 +221,8 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
     ranks = set() if variant is None else {getattr(variant, name) for name in variant.rank_fields()} - {None}
     shares = table is not None and (table.current.name.startswith(("MQA", "GQA")) or bool(ranks))
     are_true = {
-        "converted": steps and steps[-1]["kind"] == "conversion",
-        "trained": last_training(steps),
+        "converted": is_only_converted(steps),
+        "trained": last_training(steps) and not is_only_converted(steps),
         "small cache": shares and caches,
         "small encoder": shares and not caches and not decodes,
         "exact": caches and variant.hidden_size in ranks,
