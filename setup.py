@@ -40,7 +40,7 @@ def with_absolute_links(markdown: str, url: str) -> str:
 
 
 def documentation() -> list[tuple[str, list[str]]]:
-    """Return the README, the pages of docs/ and every file that they link to, as `data_files`: a folder and its files."""
+    """Return the README, the pages of docs/ and every file that they link to, as `data_files`: folders and files."""
     found = {Path("README.md"), *(path.relative_to(ROOT) for path in ROOT.glob("docs/**/*.md"))}
     unread = sorted(found)
     while unread:

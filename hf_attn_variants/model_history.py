@@ -87,11 +87,13 @@ class ModelHistory:
             card tells) or "training" (those of all_results.json).
         metadata: of the README.md of what it was made from: licence, languages, base model, tags.
         problems: files, or parts of them, that could not be read, in sentences.
+        has_all_terms: whether the README.md, if there is one, could be read.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    has_all_terms: bool = True
 
 
 def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
@@ -121,6 +123,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
         own = _metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
+        history.has_all_terms = False
         return history
     if "license" in own:
         history.metadata = {name: value for name, value in history.metadata.items() if name not in TERMS}

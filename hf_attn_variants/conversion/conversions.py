@@ -248,9 +248,15 @@ def convert_checkpoint(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        # The source's card is not true of what is made of it. The history has its terms; what cannot be read stays.
+        # The source's card is not true of what is made of it. Its terms are in the history, if they can be read.
         new = plan_folder(
-            plan, reader, folder, config, output, allow_pickle, lambda name: name != CARD_NAME or bool(history.problems)
+            plan,
+            reader,
+            folder,
+            config,
+            output,
+            allow_pickle,
+            lambda name: name != CARD_NAME or not history.has_all_terms,
         )
         calibrated = calibrate(plan, reader, source, request.calibration)
         quality = _quality_of_files(plan, reader, calibrated, folder)

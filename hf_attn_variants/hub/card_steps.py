@@ -118,15 +118,15 @@ def _changes(steps: Sequence[Step]) -> list[Step]:
 
 
 def quality_sentence(steps: Sequence[Step]) -> str:
-    """Return how near the model is to what it was converted from; "" where a training followed, or nobody measured."""
+    """Return how near the model is to its source; "" where a training followed the conversion, or nobody measured."""
     found = Quality.of(_changes(steps)[-1].get("quality") or {}) if is_only_converted(steps) else None
     if found is None:
         return ""
     least = "from" if found.measure == "embeddings" else "up to"
     failed = "" if found.is_kept else ", so this one was not"
     return (
-        f"On {found.examples:,} held-out examples of its calibration {found}. `convert` counts a model as kept {least} "
-        f"{found.shown_bound}{failed}."
+        f"On {found.examples:,} held-out examples of its calibration {found}. "
+        f"`convert` counts a model as kept {least} {found.shown_bound}{failed}."
     )
 
 

@@ -1,4 +1,4 @@
-"""The columns, and how they were read, of a finished model's training: the defaults of a run that only evaluates it."""
+"""What a finished model was trained to read, columns above all: the defaults of a run that only evaluates it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def with_recorded_columns(
         return settings
     given = {name for setting in columns for name in _names(getattr(settings, setting))}
     taken: dict[str, Any] = {}
-    for setting, others in columns.items():
+    for setting, ways in columns.items():
         names = _names(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
@@ -51,9 +51,9 @@ def with_recorded_columns(
             taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
         elif _names(getattr(settings, setting)) != names:
             continue
-        for other in others:
-            if getattr(settings, other) is None and recorded.get(other) is not None:
-                taken[other] = recorded[other]
+        for way in ways:
+            if getattr(settings, way) is None and recorded.get(way) is not None:
+                taken[way] = recorded[way]
     taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if taken:
         shown = " ".join(f"--{name} {' '.join(map(repr, _names(value)))}" for name, value in taken.items())
