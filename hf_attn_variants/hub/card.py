@@ -128,8 +128,7 @@ def model_card(
     is_sentence_model = (folder / "modules.json").is_file()
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
     scores = eval_results(last_training(steps), task) + [_evaluation(row) for row in options.evaluations]
-    title = options.title or repo_id.split("/")[-1]
-    terms = history.metadata if options.license is None else {}
+    title, terms = options.title or repo_id.split("/")[-1], history.metadata if options.license is None else {}
     data = ModelCardData(
         library_name="sentence-transformers" if is_sentence_model else "transformers",
         pipeline_tag=task,

@@ -188,7 +188,16 @@ def test_an_evaluation_is_no_training_and_a_conversion_that_loses_nothing_says_s
     width = json.loads((tmp_path / "t5/config.json").read_text())["d_model"]
     convert(tmp_path / "t5", cross_kv_lora_rank=width, output_dir=tmp_path / "exact")
     argv = ["seq2seq", tmp_path / "exact", "--validation_source_file", source, "--validation_target_file", target]
-    argv += ["--num_train_epochs", 0, "--max_length", 16, "--cpu", "--disable_tqdm", "--output_dir", tmp_path / "scored"]
+    argv += [
+        "--num_train_epochs",
+        0,
+        "--max_length",
+        16,
+        "--cpu",
+        "--disable_tqdm",
+        "--output_dir",
+        tmp_path / "scored",
+    ]
     assert cli.main([str(each) for each in argv]) == 0
     text = str(model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
