@@ -276,7 +276,7 @@ def convert_checkpoint(
 
 
 def _travels(history: ModelHistory, name: str) -> bool:
-    """Say whether a file goes along: all but the source's card, whose terms are in the history, if they can be read."""
+    """Say whether a file goes along: all but the source's card. The history has its terms, if they can be read."""
     return name != CARD_NAME or not history.has_all_terms
 
 

@@ -234,7 +234,7 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
 
 
 def _keeps_all(variant: Any, steps: Sequence[Step]) -> bool:
-    """Say whether the last conversion changed no output: it kept inputs in the place of keys and values, and that alone.
+    """Say whether the last conversion changed no output: inputs are kept in the place of keys and values, no more.
 
     Patterns and kernels are not among what a step tells of, so none may be there.
     """
