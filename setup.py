@@ -1,7 +1,8 @@
-"""Gives a package index the README with absolute links; all else is in setup.cfg and pyproject.toml.
+"""Gives a package index the README with absolute links, and a wheel the documentation; all else is in setup.cfg.
 
 In the repository the links are relative, so they lead to the same commit's files in a clone, in a fork and on the
-documentation's site. An index shows the README alone.
+documentation's site. An index shows the README alone. Of a wheel they lead to the files beside the README that it puts
+into share/doc.
 """
 
 import re
@@ -13,6 +14,7 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 TARGET = re.compile(r'(\]\(|\b(?:src|href)=")([^)"\s]+)')
 PICTURES = (".png", ".svg")
+DOCUMENTATION = Path("share/doc/hf_attn_variants")
 
 
 def repository_url() -> str:
@@ -37,4 +39,25 @@ def with_absolute_links(markdown: str, url: str) -> str:
     return TARGET.sub(absolute, markdown)
 
 
-setup(long_description=with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), repository_url()))
+def documentation() -> list[tuple[str, list[str]]]:
+    """Return the README, the pages of docs/ and every file that they link to, as `data_files`: folders and files."""
+    found = {Path("README.md"), *(path.relative_to(ROOT) for path in ROOT.glob("docs/**/*.md"))}
+    unread = sorted(found)
+    while unread:
+        page = unread.pop()
+        for _, target in TARGET.findall((ROOT / page).read_text(encoding="utf-8")):
+            linked = (ROOT / page.parent / target.partition("#")[0]).resolve()
+            if linked.is_file() and (path := linked.relative_to(ROOT)) not in found:
+                found.add(path)
+                unread += [path] * (path.suffix == ".md")
+    folders = sorted({path.parent for path in found})
+    return [
+        (str(DOCUMENTATION / folder), sorted(str(path) for path in found if path.parent == folder))
+        for folder in folders
+    ]
+
+
+setup(
+    long_description=with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), repository_url()),
+    data_files=documentation(),
+)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import HOSTS, CommandParser, package_version
+from .command_line import HOSTS, CommandParser, documentation, package_version
 from .errors import run_script
 from .interrupts import unwind_on_interrupt
 
@@ -130,8 +130,8 @@ def _check_extra(command: str) -> None:
     missing = [name for module, name in TRAIN.items() if importlib.util.find_spec(module) is None]
     if missing and command not in SERVING:
         raise ValueError(
-            f"`{command}` needs {', '.join(missing)}: install this package with its extra `train`, as in "
-            "`pip install -e '.[train]'`"
+            f"`{command}` needs {', '.join(missing)}: install this package with its extra `train`, as "
+            "`pip install -e '.[train]'` does in a clone and `pip install 'FILE.whl[train]'` of a wheel"
         )
 
 
@@ -166,7 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="attn-variants",
         description="Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of "
         f"transformers: {HOSTS}.",
-        epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
+        epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes."
+        + (f"\n\ndocumentation:\n  {pages}" if (pages := documentation()) is not None else ""),
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")

@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +15,7 @@ __all__ = [
     "CommandParser",
     "HelpFormatter",
     "add_checkpoint_argument",
+    "documentation",
     "package_version",
     "parse_with_checkpoint",
     "program_name",
@@ -128,6 +131,18 @@ def package_version() -> str:
     source = Path(__file__).parent / "modeling/variant_names.py"
     found: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1]
+
+
+def documentation() -> Path | None:
+    """Return the README beside whose links the documentation lies: in a clone, or where the wheel put it."""
+    above = Path(__file__).parents[1]
+    if (above / "docs" / "tour.md").is_file():
+        return above / "README.md"
+    # A venv, the user's own packages, or `pip install --target`.
+    schemes = ("posix_user" if os.name == "posix" else "nt_user", sysconfig.get_default_scheme())
+    roots = [above, *(Path(sysconfig.get_path("data", scheme)) for scheme in schemes)]
+    found = (root / "share/doc/hf_attn_variants/README.md" for root in roots)
+    return next((path for path in found if path.is_file()), None)
 
 
 def program_name(script: str) -> str:

@@ -43,6 +43,7 @@ __all__ = [
     "atomic_write",
     "check_disk_space",
     "check_output_dir",
+    "is_generated_card",
     "is_no_model",
     "load_json",
     "make_folders",
@@ -303,6 +304,11 @@ def is_no_model(config: Path) -> bool:
         return False
     with open(config, "rb") as file:
         return file.read(len(NO_MODEL)) == NO_MODEL
+
+
+def is_generated_card(path: Path) -> bool:
+    """Return whether a file is a model card that this package made, whoever edited it since."""
+    return path.is_file() and GENERATED_CARD in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _existing_ancestor(path: Path) -> Path:

@@ -25,6 +25,7 @@ from .files import (
     SENTENCE_MODULES_NAME,
     WEIGHTS_NAME,
     atomic_write,
+    is_generated_card,
     is_no_model,
 )
 
@@ -73,6 +74,8 @@ def replace_model(stage: Path, folder: Path, goes_on: bool) -> None:
         names = {path.name for path in new.iterdir()} - {CONFIG_NAME}
         patterns = (*OF_WEIGHTS, *(() if goes_on or not was_model else OF_MODEL))
         found = {path.name for path in folder.iterdir() if any(fnmatchcase(path.name, each) for each in patterns)}
+        if is_generated_card(folder / CARD_NAME):  # it tells of the weights that go
+            found.add(CARD_NAME)
         replaced = {name for name in names if (folder / name).exists()} | found - {BEST_MODEL_FILE, CONFIG_NAME}
         old.mkdir(exist_ok=True)
         if config.exists() and not is_no_model(config):

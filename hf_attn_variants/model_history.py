@@ -47,15 +47,9 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
     "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int},
     "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int, "is_kept": bool},
-    "mean_output_relative_error": NUMBER,
-    "mean_output_relative_error_averaged": NUMBER,
-    "mean_logits_relative_error": NUMBER,
-    "mean_value_relative_error": NUMBER,
     "versions": {ANY: str},
     "seconds": NUMBER,
 }
-# Of a layer only what the fit reached, which reports without the mean errors of outputs have alone.
-FIT = {"relative_error_closed_form": NUMBER, "relative_error_fitted": NUMBER}
 TRAINING_FIELDS: dict[str, Any] = {
     "steps": int,
     "train_samples": int,
@@ -93,11 +87,13 @@ class ModelHistory:
             card tells) or "training" (those of all_results.json).
         metadata: of the README.md of what it was made from: licence, languages, base model, tags.
         problems: files, or parts of them, that could not be read, in sentences.
+        has_all_terms: whether the README.md, if there is one, could be read.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    has_all_terms: bool = True
 
 
 def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
@@ -127,6 +123,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
         own = _metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
+        history.has_all_terms = False
         return history
     if "license" in own:
         history.metadata = {name: value for name, value in history.metadata.items() if name not in TERMS}
@@ -235,10 +232,7 @@ def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
     found = _typed(report, CONVERSION_FIELDS)
     if "source" in found and "source_revision" not in found:
         found["source"] = PurePath(found["source"]).name  # a folder of some machine
-    layers = report.get("layers")
-    details = [each.get("details") for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
-    fits = [{name: each[name] for name in FIT} for each in details if each is not None and _fits(each, FIT)]
-    return {"kind": kind, **found, **({"layers": [{"details": each} for each in fits]} if fits else {})}
+    return {"kind": kind, **found}
 
 
 def _arguments(given: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from .text_lines import is_blank, is_unicode, lines_of, suffix_of
 __all__ = [
     "column_names",
     "column_value",
+    "has_column",
     "has_text",
     "is_table",
     "missing_column",
@@ -144,6 +145,11 @@ def column_value(record: dict[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def has_column(record: dict[str, Any], name: str) -> bool:
+    """Say whether a row has a column, as `column_value` takes it; of a nested one that is null nobody knows."""
+    return name in record or column_value(record, name) is not None
 
 
 def column_names(record: dict[str, Any]) -> list[str]:

@@ -104,7 +104,7 @@ def test_the_sdist_is_the_repository(built, repository_files):
 
 
 def test_the_wheel_is_the_package(built, repository_files):
-    package = {name for name in built.wheel if ".dist-info/" not in name}
+    package = {name for name in built.wheel if ".dist-info/" not in name and ".data/" not in name}
     assert package == {name for name in repository_files if name.startswith(("hf_attn_variants/", "attn_variants.py"))}
     assert "hf_attn_variants/py.typed" in package
     assert built.metadata["License-Expression"] == "Apache-2.0"
@@ -155,6 +155,22 @@ def test_a_package_index_gets_absolute_links(built):
         else:
             kind = "raw" if path.endswith((".png", ".svg")) else "blob"
             assert link == f"{urls['Source']}/{kind}/HEAD/{target}"
+
+
+def test_the_wheel_has_the_pages_and_all_that_they_link_to(built, run_wheel):
+    """Whoever has the wheel alone reads them: `--help` says where."""
+    [data] = built.folder.glob("*.data/data")
+    top = data / "share/doc/hf_attn_variants"
+    pages = [path.relative_to(top) for path in top.rglob("*.md")]
+    repository = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert {*pages} >= {path.relative_to(ROOT) for path in repository}
+    for page in pages:
+        assert (top / page).read_bytes() == (ROOT / page).read_bytes()
+        for target in shown_links((top / page).read_text(encoding="utf-8")):
+            path = target.partition("#")[0]
+            assert "://" in target or not path or (top / page.parent / path).exists(), f"{page}: {target}"
+    installed = shutil.copytree(data, built.folder, dirs_exist_ok=True) / "share/doc/hf_attn_variants/README.md"
+    assert f"documentation:\n  {installed}\n" in run_wheel("--help").stdout
 
 
 def test_no_message_names_a_script():

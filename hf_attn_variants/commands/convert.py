@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
@@ -16,7 +17,7 @@ from ..conversion.calibration_settings import (
     QUICK_SIZE,
     Calibration,
 )
-from ..files import check_output_dir
+from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
 
@@ -258,6 +259,7 @@ def main(args: argparse.Namespace) -> Any:
         ValueError, OSError: as for `convert_checkpoint`.
     """
     from ..conversion.conversions import convert_checkpoint
+    from ..hub.card import write_card
     from ..progress import no_progress_bars
 
     if args.quick:
@@ -269,6 +271,8 @@ def main(args: argparse.Namespace) -> Any:
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary(args.attention_errors))
+    if write_card(Path(args.output_dir).expanduser()):
+        print(f"{CARD_NAME} is its model card; `attn-variants push` makes it anew, with the repository's name.")
     print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
     return report
 

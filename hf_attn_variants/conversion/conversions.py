@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import CONFIG_NAME, check_output_dir
-from ..model_history import read_history, write_history
+from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
+from ..model_history import ModelHistory, read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings, forms_on_text
@@ -248,7 +248,7 @@ def convert_checkpoint(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle)
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_travels, history))
         calibrated = calibrate(plan, reader, source, request.calibration)
         quality = _quality_of_files(plan, reader, calibrated, folder)
         with new.written(calibrated.attentions) as (stage, layers):
@@ -273,6 +273,11 @@ def convert_checkpoint(
             write_history(stage, history)
             check_kept(quality, request.strict, report)
     return report
+
+
+def _travels(history: ModelHistory, name: str) -> bool:
+    """Say whether a file goes along: all but the source's card. The history has its terms, if they can be read."""
+    return name != CARD_NAME or not history.has_all_terms
 
 
 def _quality(calibrated: CalibrationResult, model: PreTrainedModel) -> Quality | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ..files import CARD_NAME, GENERATED_CARD
+from ..files import CARD_NAME, is_generated_card
 from ..inspection.costs import variant_config
 from ..modeling.travel import travelling_names
 from ..registration import PREFIX, variant_model_class
@@ -52,5 +52,5 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
 def travels_without_code(folder: Path, name: str) -> bool:
     """Say whether a file beside the weights is true of a model that needs no code: not the code, nor a card of it."""
     if name == CARD_NAME:
-        return GENERATED_CARD not in (folder / name).read_text(encoding="utf-8", errors="replace")
+        return not is_generated_card(folder / name)
     return name not in OWN_CODE

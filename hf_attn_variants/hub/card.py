@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
-from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME
+from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write
 from ..inspection.costs import cost_table, used_fields, values_by_layer, variant_config
 from ..inspection.talking_places import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
@@ -23,12 +23,22 @@ from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
 from ..superglue_tasks import SUPERGLUE_DATASET
 from .card_escapes import plain
-from .card_steps import Step, data_name, hub_source, last_training, reads_pairs, step_lines, step_sections, task_of
+from .card_steps import (
+    Step,
+    data_name,
+    hub_source,
+    last_training,
+    quality_sentence,
+    reads_pairs,
+    step_lines,
+    step_sections,
+    task_of,
+)
 from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
 from .heads_diagram import heads_diagram
 from .local_paths import without_local_paths
 
-__all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refreshed_card"]
+__all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refreshed_card", "write_card"]
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
@@ -118,8 +128,7 @@ def model_card(
     is_sentence_model = (folder / "modules.json").is_file()
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
     scores = eval_results(last_training(steps), task) + [_evaluation(row) for row in options.evaluations]
-    title = options.title or repo_id.split("/")[-1]
-    terms = history.metadata if options.license is None else {}
+    title, terms = options.title or repo_id.split("/")[-1], history.metadata if options.license is None else {}
     data = ModelCardData(
         library_name="sentence-transformers" if is_sentence_model else "transformers",
         pipeline_tag=task,
@@ -140,6 +149,7 @@ def model_card(
         usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps), reads_pairs(steps)),
         code=code_paragraph(repo_id) if config.get("auto_map") else None,
         steps=step_lines(steps, origin),
+        quality=quality_sentence(steps),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
         metrics=[{name: plain(value) for name, value in vars(row).items() if value is not None} for row in scores],
         limits=limits(variant, table, steps),
@@ -147,6 +157,21 @@ def model_card(
         papers=papers(variant, fields),
     )
     return ModelCard(_signed(card.content))
+
+
+def write_card(folder: Path) -> bool:
+    """Write the card of a model into its folder, for a repository of the folder's name; say whether it was written.
+
+    A README.md that lies there stays.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = folder / CARD_NAME
+    if path.exists():
+        return False
+    atomic_write(path, str(model_card(folder, folder.absolute().name)))
+    return True
 
 
 def _pipeline_tag(architecture: str) -> str | None:

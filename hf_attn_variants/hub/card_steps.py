@@ -11,10 +11,13 @@ from ..superglue_tasks import SUPERGLUE, SUPERGLUE_DATASET, SUPERGLUE_TASKS
 from .card_escapes import code, plain
 
 __all__ = [
+    "begins_with_model",
     "chain_sentence",
     "data_name",
     "hub_source",
+    "is_only_converted",
     "last_training",
+    "quality_sentence",
     "reads_pairs",
     "step_lines",
     "step_sections",
@@ -26,6 +29,9 @@ TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epoch
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
 max_target_length mixed_precision trainable seed""".split()
+# Of a run that only evaluates.
+EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
+EVALUATED = "evaluated"
 TRAINING_FILES = ("train_file", "source_file")
 PRETRAINING = ("mlm_probability", "noise_density")
 Step = Mapping[str, Any]
@@ -41,6 +47,11 @@ MOST_LABELS = 30
 def last_training(steps: Sequence[Step]) -> Step | None:
     """Return the training whose weights, and so whose scores, the model has: none where a conversion followed."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
+
+
+def begins_with_model(step: Step) -> bool:
+    """Say whether a step was made of a model, and not from scratch."""
+    return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
 def hub_source(steps: Sequence[Step]) -> str | None:
@@ -97,12 +108,35 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
     return {"dataset_type": re.sub(r"[^\w./-]+", "-", named), "dataset_name": named} if named else None
 
 
+def is_only_converted(steps: Sequence[Step]) -> bool:
+    """Say whether the model has the weights of a conversion: no training followed, though an evaluation may have."""
+    return bool(changed := _changes(steps)) and changed[-1]["kind"] == "conversion"
+
+
+def _changes(steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if _verb(step) != EVALUATED]
+
+
+def quality_sentence(steps: Sequence[Step]) -> str:
+    """Return how near the model is to its source; "" where a training followed the conversion, or nobody measured."""
+    found = Quality.of(_changes(steps)[-1].get("quality") or {}) if is_only_converted(steps) else None
+    if found is None:
+        return ""
+    least = "from" if found.measure == "embeddings" else "up to"
+    failed = "" if found.is_kept else ", so this one was not"
+    return (
+        f"On {found.examples:,} held-out examples of its calibration {found}. "
+        f"`convert` counts a model as kept {least} {found.shown_bound}{failed}."
+    )
+
+
 def chain_sentence(steps: Sequence[Step]) -> str:
     """Return what was done to the model in one sentence; "" where there is one training or nothing to tell."""
+    steps = _changes(steps)
     if len(steps) < 2:
         return "".join(" It was converted and not trained afterwards." for s in steps if s["kind"] == "conversion")
     verbs = [_verb(step) + (f" ({step['steps']:,} steps)" if _has_trained(step) else "") for step in steps]
-    end = ", and not trained afterwards" if steps[-1]["kind"] == "conversion" else ""
+    end = ", and not trained afterwards" if is_only_converted(steps) else ""
     return f" It was {', then '.join(verbs)}{end}."
 
 
@@ -120,7 +154,7 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         has_report: whether the report of the last conversion lies beside the card.
 
     Returns:
-        For each step "kind", "title", "sentence", "rows", "versions"; of a conversion also "errors" and "in_report".
+        For each step "kind", "title", "sentence", "rows", "versions"; of the last conversion also "in_report".
     """
     titles = [_title(step) for step in steps]
     sections: list[dict[str, Any]] = []
@@ -128,6 +162,9 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         title += f" (step {index + 1})" if titles.count(title) > 1 else ""
         is_conversion = step["kind"] == "conversion"
         made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
+        # That of the weights which the model has stands above.
+        if is_conversion and _changes(steps)[-1] is not step and (quality := quality_sentence([step])):
+            made["sentence"] += f" {quality}"
         made["rows"] = [tuple(map(plain, row)) for row in made["rows"]]
         sections.append({"kind": step["kind"], "title": title, "versions": plain(_versions(step)), **made})
     conversions = [section for section in sections if section["kind"] == "conversion"]
@@ -137,7 +174,7 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
 
 
 def _conversion(step: Step, source: str) -> dict[str, Any]:
-    """Return a sentence, rows of before and after, the mean errors."""
+    """Return a sentence, and rows of before and after."""
     method, seed = step.get("method", "a method that is not recorded"), step.get("seed", "not recorded")
     sentence = f"{code(source)} was converted by {code(f'--method {method}')}, seed {seed}."
     if calibration := step.get("calibration"):
@@ -149,25 +186,6 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
             f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets}, cut at "
             f"{calibration['max_length']} tokens{passages}."
         )
-    fits = [layer["details"] for layer in step.get("layers", [])]
-    if (found := Quality.of(step.get("quality") or {})) is not None:
-        kept = "" if found.is_kept else f", beyond the bound of {found.shown_bound}: it was not kept"
-        sentence += f" The whole model on {found.examples:,} held-out examples of it: {found}{kept}."
-    elif (error := step.get("mean_output_relative_error")) is not None:
-        averaged = step.get("mean_output_relative_error_averaged")
-        beside = "" if averaged is None else f"; {averaged:.1%} with averaged heads"
-        sentence += (
-            f" On a held-out tenth of that text the relative error of an attention's output is {error:.1%} (mean over "
-            f"the attentions, each alone{beside})."
-        )
-    elif fits:
-        before = sum(row["relative_error_closed_form"] for row in fits) / len(fits)
-        after = sum(min(row["relative_error_closed_form"], row["relative_error_fitted"]) for row in fits) / len(fits)
-        sentence += (
-            " Each attention was fitted, alone, to what the old one made of a calibration text: on a held-out tenth "
-            f"of it the relative error of its output is {after:.1%} (mean over {len(fits)} attentions; {before:.1%} "
-            "by the closed form, before the fit)."
-        )
     rows = [(name, *map(_shown, pair)) for name, pair in step.get("heads", {}).items()]
     if parameters := step.get("parameters"):
         rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
@@ -175,8 +193,7 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
         rows.append((f"cache bytes a token ({site})", f"{cache['before']:,}", f"{cache['after']:,}"))
     if step.get("talking_heads"):
         rows.append(("talking-heads projections", "none", ", ".join(step["talking_heads"])))
-    errors = {name: _percent(step.get(f"mean_{name}_relative_error")) for name in ("logits", "value")}
-    return {"sentence": sentence, "rows": rows, "errors": errors}
+    return {"sentence": sentence, "rows": rows}
 
 
 def _shown(count: int | list[int | None] | None) -> str:
@@ -188,6 +205,9 @@ def _shown(count: int | list[int | None] | None) -> str:
 
 def _training(step: Step) -> dict[str, Any]:
     """Return a sentence and the arguments that matter."""
+    if _verb(step) == EVALUATED:
+        names = [name for name in EVALUATION_ARGUMENTS if step["arguments"].get(name) not in (None, "")]
+        return {"sentence": _problem(step).strip(), "rows": [(name, step["arguments"][name]) for name in names]}
     parts = [f"{step['steps']:,} optimiser steps"] if "steps" in step else []
     parts += [f"{step['train_samples']:,} training examples"] if "train_samples" in step else []
     parts += [f"{step['epoch']:g} epochs"] if "epoch" in step else []
@@ -233,19 +253,21 @@ def _verb(step: Step) -> str:
     if step["kind"] == "conversion":
         return "converted"
     if step.get("steps") == 0:
-        return "evaluated"
+        return EVALUATED
     if _title(step) == "Uptraining":
         return "distilled" if step["arguments"].get("teacher") else "uptrained"
     return "pretrained" if any(name in step["arguments"] for name in PRETRAINING) else "fine-tuned"
 
 
 def _has_trained(step: Step) -> bool:
-    return _verb(step) not in ("converted", "evaluated") and bool(step.get("steps"))
+    return _verb(step) not in ("converted", EVALUATED) and bool(step.get("steps"))
 
 
 def _title(step: Step) -> str:
     if step["kind"] == "conversion":
         return "Conversion"
+    if step.get("steps") == 0:
+        return "Evaluation"
     # Pretraining has an objective among its arguments, too.
     of_uptraining = "objective" in step["arguments"] and "whole_word_mask" not in step["arguments"]
     return "Uptraining" if "objective" in step or of_uptraining else "Training"
@@ -267,7 +289,3 @@ def _task_name(training: Step) -> str | None:
 
 def _versions(step: Step) -> str:
     return ", ".join(f"{name} {number}" for name, number in step.get("versions", {}).items()) or "not recorded"
-
-
-def _percent(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.1%}"

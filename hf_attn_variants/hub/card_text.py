@@ -15,7 +15,7 @@ from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHe
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
-from .card_steps import Step, chain_sentence, last_training
+from .card_steps import Step, chain_sentence, is_only_converted, last_training
 
 __all__ = [
     "PIPELINE_TAGS",
@@ -222,8 +222,8 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
     ranks = set() if variant is None else {getattr(variant, name) for name in variant.rank_fields()} - {None}
     shares = table is not None and (table.current.name.startswith(("MQA", "GQA")) or bool(ranks))
     are_true = {
-        "converted": steps and steps[-1]["kind"] == "conversion",
-        "trained": last_training(steps),
+        "converted": is_only_converted(steps) and not _keeps_all(variant, steps),
+        "trained": last_training(steps) and not is_only_converted(steps),
         "small cache": shares and caches,
         "small encoder": shares and not caches and not decodes,
         "exact": caches and variant.hidden_size in ranks,
@@ -232,6 +232,18 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
         "data": True,
     }
     return [LIMITS[name] for name, is_true in are_true.items() if is_true]
+
+
+def _keeps_all(variant: Any, steps: Sequence[Step]) -> bool:
+    """Say whether the last conversion changed no output: inputs are kept in the place of keys and values, no more.
+
+    Patterns and kernels are not among what a step tells of, so none may be there.
+    """
+    conversion = [step for step in steps if step["kind"] == "conversion"][-1]
+    changes = [(before, after) for before, after in conversion.get("heads", {}).values() if before != after]
+    names = [f"{prefix}attention_{kind}" for prefix in ("", "encoder_", "cross_") for kind in ("pattern", "kernel")]
+    is_plain = not any(getattr(variant, name, None) for name in names)
+    return bool(changes) and is_plain and all(change == (None, variant.hidden_size) for change in changes)
 
 
 def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ from ..files import (
 )
 from ..model_history import read_history
 from .card import CardOptions, is_untouched, model_card
+from .card_steps import begins_with_model
 from .local_paths import holds_secret, names_places, shared_content
 
 __all__ = [
@@ -159,8 +160,13 @@ def plan_push(
     warnings += [f"{name} names folders of a machine, and goes up as it is" for name in notes]
     if card is None:
         history = read_history(folder)
-        card = str(model_card(folder, repo_id, card_options, history))
+        made = model_card(folder, repo_id, card_options, history)
+        card = str(made)
         warnings += [f"{problem} The card is without it." for problem in history.problems]
+        if made.data.base_model is None and any(begins_with_model(step) for step in history.steps):
+            warnings.append("the card names no model that this one was made from: give --base_model")
+        if made.data.license is None:
+            warnings.append("the card states no licence: give --license")
         if "/" not in repo_id:
             warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
     return PushPlan(folder, repo_id, files, left_out, card, warnings)

@@ -51,11 +51,11 @@ def test_side_files(make_source, tmp_path):
         "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
         "1_Pooling/config.json": "{}",
         "2_Dense/model.safetensors": "weights of another module",
-        "README.md": "text",
         "1_Pooling/all_results.json": "{}",
         "vocab.txt": "a",
     }
     dropped = [
+        "README.md",
         "pytorch_model.bin",
         "tf_model.h5",
         "flax_model.msgpack",

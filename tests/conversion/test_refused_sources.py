@@ -10,6 +10,7 @@ from architectures import T5
 
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.conversion.checkpoint.loading import reading_checkpoint
 
 from .conftest import LAYER, loaded, tensors_of
 
@@ -196,3 +197,14 @@ def test_a_method_of_ones_own(make_source, tmp_path):
 
     with pytest.raises(ValueError, match=r"method 'wrong' gave key_weight of shape \[48, 48\].*not \[16, 48\]"):
         convert_checkpoint(make_source(), tmp_path / "out", 4, Wrong())
+
+
+def test_an_error_that_names_nothing_gets_the_checkpoints_name(tmp_path):
+    """Of a tokenizer that is nowhere, transformers says that it could not connect."""
+    with pytest.raises(OSError, match="there is no folder 'nowhere', and as a Hub id: cannot connect"):
+        with reading_checkpoint("nowhere"):
+            raise OSError("cannot\nconnect")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be made$"), reading_checkpoint(tmp_path):
+        raise ValueError("cannot be made")
+    with pytest.raises(ValueError, match=f"^in {tmp_path}$"), reading_checkpoint(tmp_path):
+        raise ValueError(f"in {tmp_path}")

@@ -18,6 +18,7 @@ from hf_attn_variants.commands.push import main as push
 from hf_attn_variants.commands.push import parse_args as push_arguments
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
+from hf_attn_variants.hub.card import is_untouched, write_card
 from hf_attn_variants.hub.card_text import usage_snippet
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.model_folder import STAGE, replace_model
@@ -84,7 +85,8 @@ def test_the_readmes_chain_is_told_from_its_beginning(tuned):
     assert "3. Fine-tuned on GLUE STSB: 2 steps, 32 examples.\n" in card
     assert re.findall(r"^## (Conv.*|.*raining.*)$", card, re.MULTILINE) == ["Conversion", "Uptraining", "Training"]
     assert "| teacher | tiny |" in card and "| num_key_value_heads | 4 | 2 |" in card
-    assert "The whole model on 8 held-out examples of it: " in card and "conversion_report.json" not in card
+    assert "On 8 held-out examples of its calibration its embeddings have a cosine of " in card
+    assert "conversion_report.json" not in card
     assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
     assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]
     assert "mit, as the model it was made from." in card
@@ -212,6 +214,42 @@ def test_a_readme_stays_where_it_is_the_sources_or_no_models(goes_on, name, tmp_
     replace_model(tmp_path / STAGE, tmp_path, goes_on)
     assert (tmp_path / "README.md").exists() and (tmp_path / "config.json").read_text() == '{"new": 1}'
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def test_a_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
+    """Not the source's, whose terms go on."""
+    run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
+    assert "README.md is its model card; `attn-variants push` makes it anew" in capsys.readouterr().out
+    card = (tmp_path / "gqa2/README.md").read_text()
+    assert is_untouched(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
+    assert {name: front_matter(card)[name] for name in ("license", "base_model", "language")} == {
+        "license": "mit", "base_model": "big/tiny", "language": ["en"],
+    }  # fmt: skip
+    run("convert", tmp_path / "gqa2", "--num_key_value_heads", 1, "--method", "mean", "--output_dir", tmp_path / "mqa")
+    assert "2. `gqa2` was converted" in (tmp_path / "mqa/README.md").read_text()
+    convert(tiny, num_key_value_heads=2, output_dir=tmp_path / "python")
+    assert not (tmp_path / "python/README.md").exists()
+    assert front_matter(plan_push(tmp_path / "python", "me/x").card)["license"] == "mit"
+
+
+def test_a_source_whose_readme_is_broken_keeps_it(tiny, tmp_path, caplog):
+    """Its licence can still be read there; a push says so."""
+    folder = shutil.copytree(tiny, tmp_path / "broken")
+    (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    run("convert", folder, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
+    assert (tmp_path / "gqa2/README.md").read_text() == "---\nlicense: [\n---\n"
+    assert "the history of the model is not whole" in caplog.text
+    with pytest.raises(ValueError, match="metadata that cannot be read"):
+        plan_push(tmp_path / "gqa2", "me/x")
+
+
+def test_a_card_of_the_weights_that_go_goes_with_them(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    assert write_card(folder) and not write_card(folder)
+    (folder / STAGE).mkdir()
+    (folder / STAGE / "config.json").write_text("{}")
+    replace_model(folder / STAGE, folder, goes_on=True)
+    assert not (folder / "README.md").exists() and (folder / "conversion_report.json").exists()
 
 
 def test_a_t5s_conversion_is_told_after_its_training(tmp_path):

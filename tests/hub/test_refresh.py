@@ -50,7 +50,7 @@ def old(archive, tmp_path):
     (folder / "tokenizer.json").write_bytes(b'{"version": "1.0",\r\n "x": 1 }')
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text("{}")
-    shutil.copyfile(ROOT / "model_cards/t5-mini-multi30k-en-de-gqa2.md", folder / "README.md")
+    shutil.copyfile(ROOT / "tests/fixtures/model_card_0.1.0.md", folder / "README.md")
     return folder
 
 

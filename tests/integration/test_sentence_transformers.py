@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from hub.local_hub import TOKEN, LocalHub
@@ -50,11 +51,11 @@ def test_it_encodes_as_our_own_model(minilm_gqa4, expected):
     torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
 
 
-def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
-    pytest.importorskip("sentence_transformers")
+def encoded_elsewhere(folder, tmp_path):
+    """The embeddings of `SENTENCES` by a process that cannot import this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(minilm_gqa4), json.dumps(SENTENCES)],
+        [sys.executable, "-c", ELSEWHERE, str(folder), json.dumps(SENTENCES)],
         cwd=tmp_path,
         env=environment | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -62,8 +63,27 @@ def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    embeddings = torch.tensor(json.loads(result.stdout.splitlines()[-1]))
-    torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=0)
+    return torch.tensor(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
+
+
+def test_its_trainer_trains_it_and_what_is_saved_has_its_code(minilm_gqa4, expected, tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")
+    rows = {"sentence1": SENTENCES, "sentence2": [SENTENCES[1], SENTENCES[1], SENTENCES[0]], "score": [0.0, 1.0, 0.0]}
+    arguments = library.SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), max_steps=2, learning_rate=1e-4, report_to="none", save_strategy="no", use_cpu=True
+    )
+    loss = library.losses.CosineSimilarityLoss(model)
+    library.SentenceTransformerTrainer(model, arguments, datasets.Dataset.from_dict(rows), loss=loss).train()
+    trained = torch.tensor(model.encode(SENTENCES))
+    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # they were said to be unlike
+    model.save_pretrained(str(tmp_path / "trained"))
+    torch.testing.assert_close(encoded_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
 
 
 # Loads a pushed model by both libraries, elsewhere, and scores it on pairs.

@@ -31,6 +31,7 @@ SETTINGS = {
 # 5.24 renamed it.
 CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
 HOSTS = [(host, head) for host in (*ARCHITECTURES, *RELATIVES) for head in host.heads if head.endswith(LEARN)]
+CLASSIFIERS = [(host, head) for host, head in HOSTS if head.endswith("SequenceClassification")]
 
 
 def changed(before, model):
@@ -70,6 +71,57 @@ def test_trainer_takes_a_step(heads, tmp_path):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert again.config.num_key_value_heads == 2 and (tmp_path / "saved" / "modeling_attn_variant_bert.py").is_file()
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
+
+
+@pytest.mark.parametrize(("host", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
+def test_metrics_are_computed_of_what_upstreams_models_give(host, head, tmp_path):
+    batch = host.batch(head, labels=True)
+    rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+    upstream = host.upstream_model(head)
+    plain = host.model(head)
+    plain.load_state_dict(upstream.state_dict())
+    seen = []
+
+    def metrics(predicted):
+        seen.append(predicted)
+        logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+        return {"accuracy": (logits.argmax(-1) == predicted.label_ids).mean()}
+
+    for model in (upstream, plain):
+        trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS), eval_dataset=rows, compute_metrics=metrics)
+        assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    expected, found = seen
+    assert (found.label_ids == expected.label_ids).all()
+    torch.testing.assert_close(found.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
+
+
+def test_optuna_searches_over_the_variants_models(heads, tmp_path):
+    """Each trial begins with a model of its own; the best one's rate is the best."""
+    pytest.importorskip("optuna")
+    folder = heads["text-classification"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [tokenizer(text) | {"labels": i % 2} for i, text in enumerate(TEXTS)]
+    rates, losses = iter([1e-2, 1e-9, 1e-3]), []
+    trainer = Trainer(
+        args=TrainingArguments(tmp_path, **SETTINGS | {"max_steps": 4, "eval_strategy": "epoch"}),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+        model_init=lambda trial: AutoModelForSequenceClassification.from_pretrained(folder),
+    )
+
+    def objective(scores):
+        losses.append(scores["eval_loss"])
+        return losses[-1]
+
+    def space(trial):
+        rate = next(rates)
+        return {"learning_rate": trial.suggest_float("learning_rate", rate, rate)}
+
+    best = trainer.hyperparameter_search(space, objective, n_trials=3, direction="minimize", backend="optuna")
+    assert best.hyperparameters["learning_rate"] == [1e-2, 1e-9, 1e-3][losses.index(min(losses))]
+    assert len(set(losses)) == 3 and losses[1] == max(losses)  # a rate of almost 0 learns nothing
 
 
 @pytest.mark.parametrize("variant", ["gqa", "talking"])

@@ -182,3 +182,9 @@ def test_a_flag_that_is_no_json_or_no_choice_is_one_line(capsys):
         with pytest.raises(SystemExit) as stopped:
             config_of(pretrain_t5, "t5", *more)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_the_tokenizer_does_not_fit_is_refused():
+    assert config_of(pretrain, "bert", "--config_overrides", "vocab_size=64").vocab_size == 64
+    with pytest.raises(ValueError, match=r"vocab_size=59: the tokenizer of x has 60 tokens, .* leave vocab_size out"):
+        config_of(pretrain, "bert", "--config_overrides", "vocab_size=59")

@@ -125,6 +125,38 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         load_seq2seq_data(args)
 
 
+def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path, caplog):
+    pairs = zip(source.read_text().splitlines(), source.with_name("target.txt").read_text().splitlines(), strict=True)
+    table = tmp_path / "t.csv"
+    table.write_text("source,en,de\n" + "".join(f"x,{s},{t}\n" for s, t in pairs))
+    named = ["--source_column", "en", "--target_column", "de", "--source_prefix", "to b: "]
+    both = ["--train_file", table, "--validation_file", table]
+    first = run("--max_train_steps", 1, *named, text=both)
+    kept = {name: first[name] for name in ("source_column", "target_column", "source_prefix")}
+    assert list(kept.values()) == ["en", "de", "to b: "]
+    only = {"model": run.out, "text": both[2:]}
+    with caplog.at_level("INFO", "hf_attn_variants"):
+        again = run("--num_train_epochs", 0, **only, output_dir=tmp_path / "again")
+    said = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
+    assert f"as in {run.out / 'all_results.json'}: {said}" in caplog.text
+    assert {name: again[name] for name in kept} == kept
+    assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
+    # What is given goes before, "no prefix" too; and parallel text has the prefix alone.
+    given = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
+    other = run(*given, **only, output_dir=tmp_path / "other")
+    assert (other["source_column"], other["target_column"]) == ("source", "de") and "source_prefix" not in other
+    lines = ["--validation_source_file", source, "--validation_target_file", source.with_name("target.txt")]
+    parallel = run("--num_train_epochs", 0, model=run.out, text=lines, output_dir=tmp_path / "parallel")
+    assert parallel["source_prefix"] == "to b: " and "source_column" not in parallel
+
+
+def test_a_run_of_an_earlier_version_goes_on():
+    """Its checkpoints name the columns that were read where none were given."""
+    settings = parse_args(["m", "--output_dir", "x", "--source_file", "a", "--target_file", "b"])
+    values = settings.resume_values(with_best_weights=True)
+    assert (values["source_column"], values["target_column"]) == ("source", "target")
+
+
 @pytest.mark.parametrize("kind", ["lines", "table", "dataset"])
 def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind):
     (tmp_path / "test.txt").write_text("one\n\ntwo\n")

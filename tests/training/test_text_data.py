@@ -86,6 +86,25 @@ def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, mon
     assert read_blocks([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
 
 
+@pytest.mark.parametrize("word", ["Schnee", "雪"], ids=["words", "none"])
+def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_data, "MAX_ARTICLE_BYTES", 60)
+    path = tmp_path / "line.txt"
+    path.write_text((" ".join if word.isascii() else "".join)([word] * 100), encoding="utf-8")
+    articles = list(TextFile(path).articles())
+    assert "".join(text for _, text in articles) == path.read_text(encoding="utf-8") and len(articles) > 2
+    assert all(len(text.encode()) <= 120 and not text.strip().replace(word, "").strip() for _, text in articles)
+    for i, (offset, _) in enumerate(articles):
+        assert list(TextFile(path).articles(offset)) == articles[i:]
+    assert_goes_on_from_any_block([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
+
+
+def test_a_table_is_no_text(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label\na dog,1\n")
+    with pytest.raises(ValueError, match=r"rows\.csv is a table, .* --dataset_name, with the column"):
+        text_data.check_text_files([tmp_path / "rows.csv"])
+
+
 def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=2, window=3, seed=5):
     def prepare(block, key):
         padded = np.zeros(LENGTH, dtype=np.int64)

@@ -34,21 +34,26 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".
 @contextmanager
 def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
-    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    folder = local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    name = os.fspath(source)
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
         with _held_mismatches() as reports:
             yield os.path.expanduser(source)
-    except (ValueError, OSError):
-        raise
+    except (ValueError, OSError) as error:
+        if name in str(error):
+            raise
+        what = f"there is no folder {name!r}, and as a Hub id" if folder is None else name
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{what}: {' '.join(str(error).split())}") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise
         if reports:
-            raise ValueError(f"{os.fspath(source)}: its config.json does not fit its weights: {reports[0]}") from error
+            raise ValueError(f"{name}: its config.json does not fit its weights: {reports[0]}") from error
         # Two lines: huggingface_hub's first one names the field and its second one the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-        raise ValueError(f"{os.fspath(source)}: {type(error).__name__}: {text}") from error
+        raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
 
 @contextmanager

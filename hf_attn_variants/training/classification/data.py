@@ -116,7 +116,9 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     """
     sources = read_sources(settings)
     first = next(iter(sources.values())).first
-    settings = with_recorded_columns(settings, first, {"text_columns": (), "label_column": ("label_separator",)})
+    settings = with_recorded_columns(
+        settings, first.values, {"text_columns": (), "label_column": ("label_separator",)}
+    )
     text_columns, label_column = _columns(next(iter(sources.items())), settings)
     read = {}
     for name, source in sources.items():

@@ -106,6 +106,11 @@ def new_config(
         raise
     except Exception as error:  # the configs' own checks have error classes of their own
         raise ValueError(f"--config_overrides {settings.config_overrides}: {' '.join(str(error).split())}") from error
+    if config.vocab_size < (size := vocabulary_size(tokenizer)):
+        raise ValueError(
+            f"--config_overrides vocab_size={config.vocab_size}: the tokenizer of {settings.tokenizer_name} has "
+            f"{size} tokens, and each needs a row: leave vocab_size out, or give as many"
+        )
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config

@@ -1,4 +1,4 @@
-"""The columns of the tables that a finished model was trained on: the defaults of a run that only evaluates it."""
+"""What a finished model was trained to read, columns above all: the defaults of a run that only evaluates it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,24 +7,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...files import RESULTS_NAME, load_json
-from .table_settings import TableSettings
-from .table_splits import Record, has_column
+from ...text_files import has_column
+from .settings import FineTuningSettings
 
 __all__ = ["with_recorded_columns"]
 
 logger = logging.getLogger(__name__)
-SettingsT = TypeVar("SettingsT", bound=TableSettings)
+SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
-def with_recorded_columns(settings: SettingsT, first: Record, columns: Mapping[str, Sequence[str]]) -> SettingsT:
+def with_recorded_columns(
+    settings: SettingsT,
+    first: dict[str, Any] | None,
+    columns: Mapping[str, Sequence[str]],
+    others: Sequence[str] = (),
+) -> SettingsT:
     """Return the settings of a run that only evaluates, with what is not given as the model's results have it.
 
     The results are `all_results.json` in the model's folder. What is taken from them is logged.
 
     Args:
         settings: the run's.
-        first: a row; a column that it lacks is not taken.
+        first: a row by column; a column that it lacks is not taken. None: the run reads no table.
         columns: the settings that name columns; with each, the settings that say how that column is read.
+        others: settings that are taken whatever the columns are.
     """
     path = Path(settings.source).expanduser() / RESULTS_NAME
     if not settings.only_evaluates or not path.is_file():
@@ -37,17 +43,18 @@ def with_recorded_columns(settings: SettingsT, first: Record, columns: Mapping[s
         return settings
     given = {name for setting in columns for name in _names(getattr(settings, setting))}
     taken: dict[str, Any] = {}
-    for setting, others in columns.items():
+    for setting, ways in columns.items():
         names = _names(recorded.get(setting))
-        if not names or not all(has_column(first, name) for name in names):
+        if not names or first is None or not all(has_column(first, name) for name in names):
             continue
         if getattr(settings, setting) is None and given.isdisjoint(names):
             taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
         elif _names(getattr(settings, setting)) != names:
             continue
-        for other in others:
-            if getattr(settings, other) is None and recorded.get(other) is not None:
-                taken[other] = recorded[other]
+        for way in ways:
+            if getattr(settings, way) is None and recorded.get(way) is not None:
+                taken[way] = recorded[way]
+    taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if taken:
         shown = " ".join(f"--{name} {' '.join(map(repr, _names(value)))}" for name, value in taken.items())
         logger.info("as in %s: %s", path, shown)

@@ -113,7 +113,7 @@ def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
 
 def has_column(record: Record, column: str) -> bool:
     """Say whether a row has a column; of a nested one that is null nobody knows."""
-    return column in record.values or column_value(record.values, column) is not None
+    return text_files.has_column(record.values, column)
 
 
 def missing_column(record: Record, column: str, flag: str) -> ValueError:

@@ -97,7 +97,7 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
     """
     sources = read_sources(settings)
     name, source = next(iter(sources.items()))
-    settings = with_recorded_columns(settings, source.first, COLUMNS)
+    settings = with_recorded_columns(settings, source.first.values, COLUMNS)
     columns = find_columns(source.first.values, source.first.names_place, settings, needs_answer=name != "test")
     blank = settings.question_blank or columns.question_blank
     read = {name: _read(name, source, columns, blank) for name, source in sources.items()}

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ...open_files import check_ordinary, open_file
+from ...text_files import is_table
 from ..engine.dataloaders import IGNORED_LABEL
 
 __all__ = [
@@ -38,7 +39,8 @@ __all__ = [
     "stack_rows",
 ]
 
-# Longer articles are cut at the next line end, so that a file without empty lines is a stream as well.
+# Longer articles are cut at the next line end, and longer lines between words, so that a file without empty lines, or
+# without lines, is a stream as well.
 MAX_ARTICLE_BYTES = 2**18
 # Texts handed to the tokenizer at a time.
 TOKENIZER_BATCH = 32
@@ -80,7 +82,7 @@ class TextFile:
         try:
             with self._open() as file:
                 file.seek(offset)
-                for line in itertools.chain(file, [b""]):  # the end of the file ends an article
+                for line in itertools.chain(_lines(file), [b""]):  # the end of the file ends an article
                     if line.strip():
                         lines.append(line)
                     size += len(line)
@@ -95,6 +97,27 @@ class TextFile:
 
     def _open(self) -> IO[bytes]:
         return open_file(self.path)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file's lines; of a longer one than an article may be parts, cut between words where there are any."""
+    rest = b""
+    while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
+        line, rest = rest + line, b""
+        if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
+            cut = line.rfind(b" ") + 1 or _last_character(line) or len(line)
+            line, rest = line[:cut], line[cut:]
+        yield line
+    if rest:
+        yield rest
+
+
+def _last_character(line: bytes) -> int:
+    """Return where the last character of UTF-8 begins, which may not be whole."""
+    begin = len(line) - 1
+    while begin and line[begin] & 0xC0 == 0x80:
+        begin -= 1
+    return begin
 
 
 @dataclass(frozen=True)
@@ -149,12 +172,17 @@ def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
 
     Raises:
         OSError: if one is not there, or cannot be read.
-        ValueError: if one holds no text.
+        ValueError: if one is a table, or holds no text.
     """
     files = [TextFile(Path(path)) for path in paths]
     for file in files:
         if file.path.is_dir():
             raise OSError(f"{file.path} is a folder; give its files, {file.path}/*.txt.gz for example")
+        if is_table(file.path):
+            raise ValueError(
+                f"{file.path} is a table, and would be read as text, names of columns with it: write its texts into a "
+                ".txt file, or give the table's folder by --dataset_name, with the column of the texts"
+            )
         # A byte-order mark alone is an article without a character.
         if not any(text.strip() for _, text in file.articles()):
             raise ValueError(f"{file.path} holds no text")

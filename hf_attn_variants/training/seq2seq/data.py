@@ -4,15 +4,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...table_files import read_records
 from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
 from ..engine.hub_datasets import load_splits
+from ..engine.recorded_columns import with_recorded_columns
 from ..engine.tokenizers import check_max_length
 from .metrics import score_texts, text_metric
-from .settings import Seq2SeqSettings
+from .settings import COLUMNS, SPLITS, Seq2SeqSettings
 
 __all__ = [
     "Seq2SeqData",
@@ -21,6 +24,7 @@ __all__ = [
     "check_seq2seq_lengths",
     "load_seq2seq_data",
     "warn_of_cuts",
+    "with_recorded_texts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,6 +81,9 @@ class Seq2SeqData:
 def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Read what the flags name: parallel text, tables, or a `datasets` source.
 
+    Args:
+        settings: of the run, by `with_recorded_texts`.
+
     Raises:
         OSError: if a file or the Hub's dataset cannot be read.
         ValueError: if it holds something else, has no row, or lacks a column.
@@ -88,13 +95,17 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             continue
         rows = _read_split(settings, name, prefix)
         if rows is not None:
-            sources = [settings.source_prefix + row[0] for row in rows]
+            sources = [(settings.source_prefix or "") + row[0] for row in rows]
             references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
             splits[name] = Seq2SeqSplit(name, sources, references)
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
-        logger.warning("test: its first row has no text in column %r: it is not scored", settings.target_column)
+        logger.warning("test: its first row has no text in column %r: it is not scored", _columns(settings)[1])
+    reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
+    results: dict[str, Any] = dict(zip(COLUMNS, _columns(settings), strict=True)) if reads_columns else {}
+    if settings.source_prefix:
+        results["source_prefix"] = settings.source_prefix
     score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code)
-    return Seq2SeqData(splits, score, names, names[0])
+    return Seq2SeqData(splits, score, names, names[0], results)
 
 
 def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -112,17 +123,44 @@ def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...
     return metrics, names
 
 
+def with_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
+    """Return the settings of a run that only evaluates with the columns and the prefix of the model's training.
+
+    Those that are given stay, as do all of another run.
+    """
+    if not settings.only_evaluates:
+        return settings
+    return with_recorded_columns(settings, _first_row(settings), dict.fromkeys(COLUMNS, ()), ("source_prefix",))
+
+
+def _first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
+    """Return a row that is read; None where no column is."""
+    if settings.task_name is not None:
+        return None
+    if settings.dataset_name is not None:
+        return next((split[0] for split in load_splits(settings).values() if len(split)), None)
+    tables = settings.validation_file or settings.test_file
+    record = next(read_records(Path(tables[0])), None) if tables else None
+    return None if record is None else record.values
+
+
+def _columns(settings: Seq2SeqSettings) -> tuple[str, str]:
+    """Return the columns of sources and of targets."""
+    source, target = (getattr(settings, name) or default for name, default in COLUMNS.items())
+    return source, target
+
+
 def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple[str, ...]] | None:
     source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
     table = getattr(settings, f"{prefix or 'train_'}file")
-    columns: tuple[str, ...] = (settings.source_column, settings.target_column)
+    columns: tuple[str, ...] = _columns(settings)
     if source is not None and target is not None:
         return read_pairs(source, target)
     # Where there are only sources, predictions stay beside them: a blank one is a row too.
     if source is not None:
         return [(line,) for line in read_lines([source], keep_blank=True)]
     if table is not None:
-        if only_sources := name == "test" and not has_text(table[0], settings.target_column):
+        if only_sources := name == "test" and not has_text(table[0], columns[1]):
             columns = columns[:1]
         return read_columns(table, columns, "--source_column and --target_column", keep_blank=only_sources)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None

@@ -5,14 +5,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...glue_tasks import TASKS
 from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGHTS, Settings, option, redefault
 from ..engine.settings import FineTuningSettings, LanguageSettings, NewModelSettings
 from ..engine.variant_settings import EncoderDecoderVariantSettings
 
-__all__ = ["METRIC_PACKAGES", "SQUAD", "TEXT_TASKS", "DecodingSettings", "Seq2SeqSettings", "check_text_metrics"]
+__all__ = [
+    "COLUMNS",
+    "METRIC_PACKAGES",
+    "SPLITS",
+    "SQUAD",
+    "TEXT_TASKS",
+    "DecodingSettings",
+    "Seq2SeqSettings",
+    "check_text_metrics",
+]
 
 SQUAD = "squad"
 TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
@@ -29,6 +38,8 @@ HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
 SPLITS = ("train", "validation", "test")
 # What the flags of a split's parallel text begin with.
 PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
+# The columns that are read where none are given.
+COLUMNS = {"source_column": "source", "target_column": "target"}
 
 
 def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) -> None:
@@ -114,15 +125,21 @@ class Seq2SeqSettings(
     train_file: tuple[str, ...] | None = _table("Train")
     validation_file: tuple[str, ...] | None = _table("Validation", WITH_BEST_WEIGHTS)
     test_file: tuple[str, ...] | None = _table("Test")
-    source_column: str = option("A table's source (default: %(default)s).", "source", resume=WITH_BEST_WEIGHTS)
-    target_column: str = option("A table's target (default: %(default)s).", "target", resume=WITH_BEST_WEIGHTS)
+    source_column: str | None = option(
+        "A table's source (default: source; of a run that only evaluates the model's own).",
+        None,
+        resume=WITH_BEST_WEIGHTS,
+    )
+    target_column: str | None = option("A table's target (default: target, likewise).", None, resume=WITH_BEST_WEIGHTS)
     dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
     dataset_config_name: str | None = option("Its configuration.", None)
     task_name: str | None = option(
         f"A task that is worded as text: {', '.join(TEXT_TASKS)}; without files: from the Hub.", None
     )
     data_dir: str | None = option("Folder with the TSVs of a GLUE --task_name.", None)
-    source_prefix: str = option("Text put before each source ('summarize: ').", "")
+    source_prefix: str | None = option(
+        "Text put before each source ('summarize: '; default: none, likewise). '' puts none.", None
+    )
     max_target_length: int | None = option(
         "Tokens of a target (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS
     )
@@ -142,6 +159,12 @@ class Seq2SeqSettings(
         if given is not None and self.task_name is not None:
             raise ValueError(f"--metrics: --task_name {self.task_name} has its own")
         check_text_metrics(self.metrics or (), self.trust_remote_code)
+
+    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+        """Return, as JSON holds them, the settings that a resumed run must share."""
+        # The checkpoints of earlier versions name the columns that are read where none are given.
+        values = super().resume_values(with_best_weights)
+        return values | {name: COLUMNS[name] for name in COLUMNS.keys() & values if values[name] is None}
 
     def check(self) -> None:
         super().check()

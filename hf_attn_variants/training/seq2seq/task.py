@@ -15,7 +15,14 @@ from ..engine.losses import Objective, label_objective, target_logits
 from ..engine.new_model import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
-from .data import Seq2SeqSplit, check_encoder_decoder, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
+from .data import (
+    Seq2SeqSplit,
+    check_encoder_decoder,
+    check_seq2seq_lengths,
+    load_seq2seq_data,
+    warn_of_cuts,
+    with_recorded_texts,
+)
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix
 from .settings import Seq2SeqSettings
 from .worded_tasks import load_task
@@ -44,7 +51,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
         check_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
-        self.data = load_task(settings) if settings.task_name is not None else load_seq2seq_data(settings)
+        texts = with_recorded_texts(settings)
+        self.data = load_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
         self._choose_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))

@@ -75,6 +75,7 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
+        data.results["source_prefix"] = settings.source_prefix
         for name, split in data.splits.items():
             data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
     return data

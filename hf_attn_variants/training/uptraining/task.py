@@ -19,6 +19,7 @@ from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...errors import NonFiniteLossError
+from ...files import CARD_NAME
 from ...languages import set_languages
 from ...model_history import ModelHistory
 from ...registration import variant_config_class, variant_model_class
@@ -362,7 +363,10 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: Path) -> None:
-    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole."""
+    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole.
+
+    A card is of the source; its terms are in the history.
+    """
     if outputs.is_own_source(settings):
         return
     folder = resolve_source(settings.source, weights=False)
@@ -373,4 +377,5 @@ def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: P
         for name in copied
         if not (output / name).exists() or not (name in own or name.endswith(".py") or settings.tokenizer_name)
     ]
+    kept = [name for name in kept if name != CARD_NAME]
     copy_side_files(folder, output, kept)
