@@ -161,8 +161,8 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _sweep(content: dict[str, Any], given: Mapping[str, str], commands: Collection[str], name: str) -> Sweep:
     if unknown := [key for key in content if key not in KEYS]:
-        flags = "" if difflib.get_close_matches(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
-        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}{flags}")
+        hint = "" if difflib.get_close_matches(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
+        raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}{hint}")
     variables = _variables(content.pop("variables", None), given)
     content = _filled(content, variables)
     command: Any = content.get("command")

@@ -66,13 +66,13 @@ def make_example(task: SuperGlueTask, row: Mapping[str, Any], place: str, has_la
         texts = tuple((text("premise"), choice) for choice in choices)
         return Example(index, texts, labels, fields=(fields,))
     if task.name == "wic":
-        texts = ((_marked_word(row, "1", place), _marked_word(row, "2", place)),)
-        return Example(index, texts, labels, fields=(_named(row, ("sentence1", "sentence2", "word"), place),))
+        marked = _marked_word(row, "1", place), _marked_word(row, "2", place)
+        return Example(index, (marked,), labels, fields=(_named(row, ("sentence1", "sentence2", "word"), place),))
     if task.name == "wsc":
-        marked = _marked_spans(row, place)
-        return Example(index, ((marked,),), labels, fields=((("text", marked),),))
-    texts = (tuple(text(name) for name in task.fields),)
-    return Example(index, texts, labels, fields=(_named(row, sorted(task.fields), place),))
+        spans = _marked_spans(row, place)
+        return Example(index, ((spans,),), labels, fields=((("text", spans),),))
+    own = tuple(text(name) for name in task.fields)
+    return Example(index, (own,), labels, fields=(_named(row, sorted(task.fields), place),))
 
 
 def _named(row: Mapping[str, Any], names: Sequence[str], place: str) -> tuple[tuple[str, str], ...]:
