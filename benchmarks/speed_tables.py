@@ -343,11 +343,16 @@ def whole_layers(report: dict[str, Any]) -> Rows:
 
 
 @table("serving.md", "serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
-def serving(single: dict[str, Any], batch: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    sizes = [pair for report in (single, batch) for pair in pairs(report, "runs")]
+def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    sizes = [pair for report in reports for pair in pairs(report, "runs")]
     (last, _) = sizes[-1]
     base, *others = last["milliseconds"]
     for name in (base, *others):
         peak = f"{last['peak_bytes'][name] / 2**20:,.0f} MiB"
         found = in_times("milliseconds", base, name)
         yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
+
+
+@table("serving.md", "serving_opus-mt_cpu")
+def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    yield from serving(report)
