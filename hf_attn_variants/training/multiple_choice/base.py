@@ -87,7 +87,8 @@ class ChoiceTask(FineTuningTask[SettingsT, ChoiceEvaluator]):
     train: ChoiceSplit
     dev: ChoiceSplit | None
 
-    main_metric, shown_metrics = "accuracy", ("accuracy",)
+    main_metric = "accuracy"
+    shown_metrics: tuple[str, ...] = ("accuracy",)
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
