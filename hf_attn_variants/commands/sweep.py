@@ -242,6 +242,8 @@ def _print(found: Any, output_dir: Path) -> None:
 
     print_table(found.title, found.header(), found.rows())
     print_text("Means over seeds, with the range where there are several.")
+    if context := found.about_context():
+        print_text(context)
     if missing := found.missing_metrics():
         print_text(_about_missing(missing, found.reported()))
     print(f"Table, numbers and plot: {', '.join(str(output_dir / n) for n in (MARKDOWN_FILE, JSON_FILE, PNG_FILE))}.")

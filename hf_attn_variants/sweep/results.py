@@ -88,6 +88,16 @@ class SweepResults:
         finished = [each for each in self.contestants if each.results]
         return [name for name in self.metrics if finished and not any(each.values(name) for each in finished)]
 
+    def about_context(self) -> str:
+        """Return what is to be said of pretrained models that do not read their context; "" where all do."""
+        names = [each.name for each in self.contestants if _fails_gate(each)]
+        if not names:
+            return ""
+        return (
+            f"Not yet trained enough to compare attention: {', '.join(names)}. Their models do not read their context "
+            "(`gate_passed` is false): train longer, or at a higher rate."
+        )
+
     def reported(self) -> list[str]:
         """Return the names of the numbers that finished runs report."""
         return _reported(self.contestants)
@@ -110,7 +120,8 @@ class SweepResults:
         lines = [f"| {' | '.join(self.header())} |", "| --- " * len(self.header()) + "|"]
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.rows()]
         note = "Means over seeds, with the range where there are several."
-        return f"# {self.title}\n\n`attn-variants {self.command}`. {note}\n\n" + "\n".join(lines) + "\n"
+        context = f"\n{self.about_context()}\n" if self.about_context() else ""
+        return f"# {self.title}\n\n`attn-variants {self.command}`. {note}\n\n" + "\n".join(lines) + f"\n{context}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON holds it: the spread of each number that runs report, and each run's results."""
@@ -163,6 +174,10 @@ def default_metrics(command: str, reported: Sequence[str]) -> tuple[str, ...]:
     """Return the metrics that are shown where a file names none, of those that runs report."""
     known = DEFAULT_METRICS[command]
     return tuple(name for name in known if name in reported) or known[:1]
+
+
+def _fails_gate(contestant: Contestant) -> bool:
+    return any(results.get("gate_passed") is False for results in contestant.results.values())
 
 
 def short_name(metric: str) -> str:

@@ -262,6 +262,15 @@ def test_a_plot_is_a_curve_along_numbers_and_rows_otherwise():
     assert sorted(x for line in left.lines for x in line.get_xdata()) == pytest.approx([1, 1, 1.05, 1.1, 1.1])
 
 
+def test_models_that_do_not_read_their_context_are_named():
+    found = contestants([("a", {}, 1.0), ("b", {}, 2.0)])
+    results = SweepResults("t", "pretrain", ("eval_loss",), None, found)
+    assert results.about_context() == "" and results.markdown().endswith("|\n")
+    found[0].results[0]["gate_passed"], found[1].results[0]["gate_passed"] = True, False
+    assert results.about_context().startswith("Not yet trained enough to compare attention: b. ")
+    assert results.markdown().endswith(f"|\n\n{results.about_context()}\n")
+
+
 def test_numbers_have_the_digits_that_a_table_needs():
     shown = [number(value) for value in (0.123456, 3.00888, 25.6789, 123.456, 2206000, 1234.5, -0.5, 0)]
     assert shown == ["0.1235", "3.0089", "25.68", "123.5", "2,206,000", "1,234", "-0.5000", "0"]
