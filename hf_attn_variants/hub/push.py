@@ -161,11 +161,11 @@ def plan_push(
     if card is None:
         history = read_history(folder)
         made = model_card(folder, repo_id, card_options, history)
-        card = str(made)
+        card, data = str(made), made.data.to_dict()
         warnings += [f"{problem} The card is without it." for problem in history.problems]
-        if made.data.get("base_model") is None and any(begins_with_model(step) for step in history.steps):
+        if data.get("base_model") is None and any(begins_with_model(step) for step in history.steps):
             warnings.append("the card names no model that this one was made from: give --base_model")
-        if made.data.get("license") is None:
+        if data.get("license") is None:
             warnings.append("the card states no licence: give --license")
         if "/" not in repo_id:
             warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")

@@ -72,13 +72,13 @@ def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
 
 
 def test_its_trainer_trains_it_and_what_is_saved_has_its_code(minilm_gqa4, expected, tmp_path):
-    library = pytest.importorskip("sentence_transformers")
+    library, losses = map(pytest.importorskip, ("sentence_transformers", "sentence_transformers.losses"))
     model = library.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")
     rows = {"sentence1": SENTENCES, "sentence2": [SENTENCES[1], SENTENCES[1], SENTENCES[0]], "score": [0.0, 1.0, 0.0]}
     arguments = library.SentenceTransformerTrainingArguments(
         str(tmp_path / "run"), max_steps=2, learning_rate=1e-4, report_to="none", save_strategy="no", use_cpu=True
     )
-    loss = library.losses.CosineSimilarityLoss(model)
+    loss = losses.CosineSimilarityLoss(model)
     library.SentenceTransformerTrainer(model, arguments, datasets.Dataset.from_dict(rows), loss=loss).train()
     trained = torch.tensor(model.encode(SENTENCES))
     assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # they were said to be unlike

@@ -103,7 +103,7 @@ def test_optuna_searches_over_the_variants_models(heads, tmp_path):
     rows = [tokenizer(text) | {"labels": i % 2} for i, text in enumerate(TEXTS)]
     rates, losses = iter([1e-2, 1e-9, 1e-3]), []
     trainer = Trainer(
-        args=TrainingArguments(tmp_path, **SETTINGS | {"max_steps": 4, "eval_strategy": "epoch"}),
+        args=TrainingArguments(tmp_path, **SETTINGS | {"max_steps": 4}),
         train_dataset=rows,
         eval_dataset=rows,
         data_collator=DataCollatorWithPadding(tokenizer),
