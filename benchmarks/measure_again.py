@@ -40,6 +40,7 @@ SCRIPTS = {
     "linear_attention_": "linear_attention.py",
     "hybrid_attention_": "linear_attention.py",
     "share_memory_": "share_memory.py",
+    "exact_step_": "exact_step.py",
     "serving_": "serving.py",
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
