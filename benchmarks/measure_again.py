@@ -39,6 +39,7 @@ SCRIPTS = {
     "linear_attention_": "long.linear_attention",
     "hybrid_attention_": "long.linear_attention",
     "share_memory_": "speed.share_memory",
+    "exact_step_": "speed.exact_step",
     "serving_": "speed.serving",
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"

@@ -5,6 +5,7 @@ the ratio of the process with glibc's allocator as it is beside that with memory
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.kept_memory import Claim, claimed, views
@@ -204,6 +205,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "decoder_state_": _states,
     "long_t5_passes": _passes,
     "share_memory_": _sharing,
+    "exact_step_": partial(_sharing, base="products"),
     "serving_": _serving,
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,

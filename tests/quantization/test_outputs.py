@@ -97,6 +97,22 @@ def test_a_map_is_within_half_a_step():
         assert made.shape == (3, rows, size) and made.dtype == torch.float32
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
+def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size):
+    """Its scale is the operator's own, which is too coarse for small numbers as they are."""
+    generator = torch.Generator().manual_seed(5)
+    linear = torch.nn.Linear(64, 48, bias=bias)
+    states = torch.randn(1, 1, 64, generator=generator) * size
+    made = Int8Linear(linear)
+    with torch.no_grad():
+        error = (made(states) - linear(states)).abs()
+        unlike = (made(states) - made(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
+    float_error = 1e-6 * (max(size, 1.0) if bias else size)  # in the place of the bound's own, for outputs of any size
+    assert (error <= worst_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
+    assert unlike.max() <= float_error
+
+
 def test_inputs_of_other_shapes_and_types():
     linear = torch.nn.Linear(40, 24)
     made, states = Int8Linear(linear), torch.randn(5, 40)

@@ -1,0 +1,168 @@
+"""A later decoding step of cross-attention from the encoder's outputs, beside its bare matrix products, in turn.
+
+Timed are the cross-attentions of all decoder layers, one after the other, for one new token of each sentence or beam:
+the exact form (`cross_kv_lora_rank` = d_model), `share_memory` with the encoder's outputs, and upstream's with keys
+and values. "products" are the matrix products of the exact form: of the same shapes, with operands that lie ready and
+results that have their place, and nothing between them. Random weights: speed does not depend on them.
+
+Example:
+    python -m benchmarks.speed.exact_step --shape t5-small --batch_size 1 8 32 --source_length 256 1024 --num_beams 1 4
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from benchmarks.kept_memory import run
+from benchmarks.machine import arithmetic_rate, read_bandwidth
+from benchmarks.speed.decode import CROSS_ATTENTIONS, SHAPES, key_value_maps
+from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
+from hf_attn_variants import share_memory
+from hf_attn_variants.modeling.upstream import cache_name
+from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS
+
+PRODUCTS, EXACT, SHARED, UPSTREAM = "products", "exact", "share_memory", "upstream"
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32])
+    args = parse_sizes(parser, arguments)
+    del args.max_new_tokens  # of whole searches
+    return args
+
+
+def make_models(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the contestants, with the same weights."""
+    model = random_model(args.shape)
+    cls: Any = variant_model_class(type(model).__name__)
+    config = cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)
+    exact = cls(config).eval()
+    exact.load_state_dict(model.state_dict())
+    return {EXACT: exact, SHARED: share_memory(copy.deepcopy(model), cross_cache=ENCODER_OUTPUTS), UPSTREAM: model}
+
+
+def cross_attentions(model: Any) -> list[torch.nn.Module]:
+    """Return the cross-attentions of a model, from the first layer to the last."""
+    return [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTIONS)]
+
+
+def step_of(
+    modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor
+) -> Callable[[], list[torch.Tensor]]:
+    """Return what calls each attention for one token, with a cache that has the source since a call before."""
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    options: Any = {"key_value_states": source, cache_name(): cache}
+
+    def step() -> list[torch.Tensor]:
+        return [module(states, **options)[0] for module in modules]
+
+    step()
+    return step
+
+
+def products_of(modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    """Return what multiplies as the exact form does, for each attention.
+
+    Args:
+        modules: the attentions.
+        states: of one token [b B, 1, D].
+        source: the encoder's outputs [b, m, D].
+    """
+    (rows, _, width), (memories, length, _) = states.shape, source.shape
+    inner = key_value_maps(modules[0])[0].out_features
+    heads = modules[0].config.num_attention_heads
+    size, asked = inner // heads, rows // memories * heads  # d; the queries that read one memory
+    maps = [[each.weight.detach() for each in (query_of(module), *key_value_maps(module), output_of(module))]
+            for module in modules]  # fmt: skip
+    x, made = states[:, 0], torch.empty(rows, inner)
+    by_head, absorbed = torch.randn(heads, rows, size), torch.empty(heads, rows, width)
+    queries, logits = torch.randn(memories, asked, width), torch.empty(memories, asked, length)
+    weights, sums = torch.rand(memories, asked, length), torch.empty(memories, asked, width)
+    read, values, output = torch.randn(heads, rows, width), torch.empty(heads, rows, size), torch.empty(rows, width)
+
+    def products() -> None:
+        for query, key, value, last in maps:
+            torch.mm(x, query.T, out=made)
+            torch.bmm(by_head, key.view(heads, size, width), out=absorbed)
+            torch.bmm(queries, source.mT, out=logits)
+            torch.bmm(weights, source, out=sums)
+            torch.bmm(read, value.view(heads, size, width).mT, out=values)
+            torch.mm(made, last.T, out=output)
+
+    return products
+
+
+def query_of(module: Any) -> torch.nn.Linear:
+    """Return the projection of queries of a cross-attention."""
+    return module.q if hasattr(module, "q") else module.q_proj
+
+
+def output_of(module: Any) -> torch.nn.Linear:
+    """Return the projection of outputs of a cross-attention."""
+    return module.o if hasattr(module, "o") else module.out_proj
+
+
+def arithmetic(modules: list[torch.nn.Module], rows: int, memories: int, length: int) -> int:
+    """Return the operations of the products: two for each number that is multiplied."""
+    key_map = key_value_maps(modules[0])[0]
+    inner, width, heads = key_map.out_features, key_map.in_features, modules[0].config.num_attention_heads
+    return len(modules) * 2 * rows * (4 * inner * width + 2 * heads * length * width)
+
+
+@torch.no_grad()
+def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, length: int, beams: int) -> dict:
+    """Return the times of one size in milliseconds, and what arithmetic and memory alone would take."""
+    torch.manual_seed(0)
+    width = models[UPSTREAM].config.d_model
+    states, source = torch.randn(batch_size * beams, 1, width), torch.randn(batch_size, length, width)
+    works: dict[str, Callable[[], Any]] = {}
+    for name, model in models.items():
+        read = source.repeat_interleave(beams, dim=0) if name == UPSTREAM else source
+        works[name] = step_of(cross_attentions(model), states, read)
+    expected = works[UPSTREAM]()
+    differences = {
+        name: max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(work(), expected, strict=True))
+        for name, work in works.items()
+    }
+    modules = cross_attentions(models[UPSTREAM])
+    works = {PRODUCTS: products_of(modules, states, source), **works}
+    times, usage = interleaved(works, "cpu", args.rounds)
+    rate, bandwidth = arithmetic_rate("cpu", torch.float32), read_bandwidth("cpu")
+    operations = arithmetic(modules, batch_size * beams, batch_size, length)
+    return {
+        "batch_size": batch_size,
+        "source_length": length,
+        "num_beams": beams,
+        "milliseconds": times,
+        "operations": operations,
+        "arithmetic_milliseconds": operations / rate * 1e3,
+        "source_read_once_milliseconds": source.nbytes * len(modules) / bandwidth * 1e3,
+        "largest_difference": differences,
+        "usage": {"milliseconds": usage},
+    }
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each size, print the figures; returns the report."""
+    models = make_models(args)
+    return measure_sizes(args, f"exact_step_{args.shape}_cpu", lambda *size: measure(models, args, *size), row_text)
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return what is printed of a row."""
+    times = row["milliseconds"]
+    words = [f"{name} {time:.2f} ms ({time / times[PRODUCTS]:.2f} of the products)" for name, time in times.items()]
+    limits = {"arithmetic": "arithmetic_milliseconds", "reading the source once": "source_read_once_milliseconds"}
+    return ", ".join(words + [f"{name} alone {row[field]:.2f} ms" for name, field in limits.items()])
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

@@ -1,0 +1,22 @@
+"""The benchmark of a step from the encoder's outputs: the same outputs as upstream's, and the operations of a step."""
+
+import importlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_step_is_upstreams_and_stands_beside_its_products(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.exact_step")
+    options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "80", "--num_beams", "1", "3"]
+    options += ["--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
+    report = benchmark.main(benchmark.parse_args(options))
+    for row in report["runs"]:
+        assert max(row["largest_difference"].values()) < 1e-5
+        assert row["milliseconds"].keys() == {"products", "exact", "share_memory", "upstream"}
+    # Of the same source three times as many queries.
+    one, three = report["runs"]
+    assert one["operations"] * 3 == three["operations"] == 2 * 2 * 6 * (4 * 64 * 64 + 2 * 4 * 80 * 64)
+    claims = importlib.import_module("benchmarks.speed_claims").claims("exact_step_tiny", report)
+    assert len(list(claims)) == 2 * 3
