@@ -85,18 +85,19 @@ def _loaded(name: str) -> TextMetric:
     import evaluate
     from datasets import Value
 
-    def score(predictions: Sequence[str], references: References) -> dict[str, float]:
-        if takes_one and any(len(row) > 1 for row in references):
-            raise ValueError(f"--metrics {name} takes one reference a text, and there are rows with more")
-        rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
-        found = metric.compute(predictions=list(predictions), references=rows)
-        return {key: float(value) for key, value in found.items() if isinstance(value, Real)}
-
     path = Path(name).expanduser()
     try:
         metric = evaluate.load(str(path) if path.exists() else name, keep_in_memory=True)
         formats = metric.features if isinstance(metric.features, list) else [metric.features]
         takes_one = all(isinstance(each["references"], Value) for each in formats)
+
+        def score(predictions: Sequence[str], references: References) -> dict[str, float]:
+            if takes_one and any(len(row) > 1 for row in references):
+                raise ValueError(f"--metrics {name} takes one reference a text, and there are rows with more")
+            rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
+            found = metric.compute(predictions=list(predictions), references=rows)
+            return {key: float(value) for key, value in found.items() if isinstance(value, Real)}
+
         names = tuple(score(TRIAL, [(text,) for text in TRIAL]))
     except Exception as error:  # of others' code
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
