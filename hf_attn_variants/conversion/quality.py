@@ -43,6 +43,8 @@ class Quality:
         bound: the most of it, for embeddings the least, at which the model counts as kept.
         examples: how many were held out.
         losses: of the source and of the converted model, nats a token, where they were measured.
+        runaway: of a model that writes: the examples of which it writes more than twice as much as the source. It
+            repeats itself there, mostly, which makes much of `value`.
     """
 
     measure: str
@@ -50,13 +52,15 @@ class Quality:
     bound: float
     examples: int
     losses: tuple[float, float] | None = None
+    runaway: int = 0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Quality | None":
         """Return what a report holds as `to_dict` made it; None where it is none of this version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
-        return cls(values["measure"], values.get("value"), values["bound"], values["examples"])
+        runaway = values.get("runaway", 0)
+        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], runaway=runaway)
 
     @property
     def is_kept(self) -> bool:
@@ -69,11 +73,16 @@ class Quality:
         if self.value is None:
             return "its outputs are no numbers"
         return {
-            "tokens": f"{self.value:.1%} of the tokens it writes are not the source's",
+            "tokens": f"{self.value:.1%} of the tokens it writes are not the source's{self._runaway_text()}",
             "loss": f"its loss is {self.value:+.3f} nats a token beside the source's",
             "predictions": f"{self.value:.1%} of its predictions are not the source's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the source's",
         }[self.measure]
+
+    def _runaway_text(self) -> str:
+        if not self.runaway:
+            return ""
+        return f"; in {self.runaway} of {self.examples} examples it writes more than twice as much, and repeats itself"
 
     @property
     def shown_bound(self) -> str:

@@ -16,6 +16,7 @@ from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
+from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
 from hf_attn_variants.conversion.quality import BOUNDS, Quality, edit_distance
 from hf_attn_variants.hub.card_steps import step_sections
 from hf_attn_variants.model_history import read_history
@@ -73,6 +74,28 @@ def test_outputs_that_are_no_numbers_are_not_kept():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
     found = outputs.compared_with(model)
     assert found.value is None and not found.is_kept and "no numbers" in str(found)
+
+
+def test_texts_that_do_not_end_are_told_from_words_that_changed():
+    """One of ten that repeats itself to the limit makes most of the value: the summary says so."""
+    source = [list(range(10, 50)), [1, 2, 3]]
+    assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are no loop
+    assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
+    assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
+    found = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
+    assert "60.0% of the tokens" in str(found) and "in 1 of 10 examples it writes more than twice as much" in str(
+        found
+    )
+    assert Quality.of(found.to_dict()) == found
+    before = {name: value for name, value in found.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
+    assert Quality.of(before).runaway == 0
+
+
+def test_a_model_that_does_not_end_is_counted():
+    model, outputs = source_outputs(t5(), max_length=40)
+    assert outputs.compared_with(model).runaway == 0
+    outputs._generation.suppress_tokens = [0, model.config.eos_token_id]
+    assert outputs.compared_with(model).runaway == 51
 
 
 def test_bounds():

@@ -31,6 +31,8 @@ __all__ = ["SourceOutputs"]
 MASKED = 0.15  # of the tokens, as in arXiv 1810.04805
 # With fewer embeddings than this no mean is subtracted.
 LEAST_CENTRED = 4
+# Tokens: twice as much as less than this is no text that does not end.
+SHORT = 8
 
 
 class SourceOutputs:
@@ -78,7 +80,8 @@ class SourceOutputs:
         value, losses = _compared(self._measure, self._own, outputs)
         if "loss" in self._own and "loss" in outputs:
             losses = _losses(self._own["loss"], outputs["loss"])
-        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses)
+        runaway = _runaway(self._own["tokens"], outputs["tokens"]) if self._measure == "tokens" else 0
+        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway)
 
     @contextmanager
     def _generating_alike(self, model: PreTrainedModel) -> Iterator[None]:
@@ -214,6 +217,11 @@ def _compared(
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
     cosine = float(cosine_similarity(own - mean, others - mean).mean())
     return (cosine if math.isfinite(cosine) else None), None
+
+
+def _runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
+    """Return the number of examples of which more than twice as many tokens are written as by the source."""
+    return sum(len(b) > 2 * max(len(a), SHORT) for a, b in zip(source, converted, strict=True))
 
 
 def _losses(source: torch.Tensor, converted: torch.Tensor) -> tuple[float, float] | None:

@@ -41,8 +41,8 @@ REFUSED = (
     Refusal(
         MemoryCompressed,
         DistanceBias,
-        '`{field}="{value}"` cannot stand beside a bias by distance, which one of several tokens has not '
-        '(`position_embedding_type="sinusoidal"` has none).',
+        '`{field}="{value}"` cannot stand beside a bias by distance: a key made of several tokens has no distance '
+        '(`position_embedding_type="sinusoidal"` adds no such bias).',
     ),
     Refusal(
         MemoryCompressed,
