@@ -18,7 +18,7 @@ from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
 from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
 from hf_attn_variants.conversion.quality import BOUNDS, Quality, edit_distance
-from hf_attn_variants.hub.card_steps import step_sections
+from hf_attn_variants.hub.card_steps import quality_sentence
 from hf_attn_variants.model_history import read_history
 
 
@@ -122,8 +122,8 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     assert "cosine of 0.920 to the source's (51 held-out examples): kept, the bound is 0.8\n" in kept.summary()
     assert said in report.summary() and "error of attention outputs" not in report.summary()
     assert "error of attention outputs" in report.summary(attention_errors=True)
-    (section,) = step_sections(read_history(tmp_path / "out").steps, None)
-    assert f"cosine of {stored['value']:.3f} to the source's" in section["sentence"]
+    sentence = quality_sentence(read_history(tmp_path / "out").steps)
+    assert f"cosine of {stored['value']:.3f} to the source's" in sentence
 
 
 def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
