@@ -33,8 +33,7 @@ with its tokenizer, all_results.json, train_log.jsonl and training_curves.png. e
 tokens (with clm over all) in nats, the logarithm of eval_perplexity. At the end a gate says whether the model reads
 its context at all: the dev loss with the words shuffled, and with attention zeroed, must each be 0.3 nats worse; a
 young model that only knows how frequent tokens are fails it. A small model and a small vocabulary that passed, in 51
-minutes on one CPU core: benchmarks/train/albert_mlm.py; the examples above are for a GPU, and were not run to their
-end.
+minutes on one CPU core: benchmarks/train/albert_mlm.py. These commands are for a GPU, and were not run to their end.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 make_parser, parse_args, main = training_command(
