@@ -77,12 +77,15 @@ class TextFile:
         Raises:
             OSError: if the file cannot be read, is no whole gzip file or is not UTF-8; the message names the file and
                 where in its text.
+            ValueError: if it has a null character, which no text has.
         """
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
                 file.seek(offset)
                 for line in itertools.chain(_lines(file), [b""]):  # the end of the file ends an article
+                    if b"\0" in line:
+                        raise ValueError(f"{self.path} holds a null character: it is no text")
                     if line.strip():
                         lines.append(line)
                     size += len(line)
