@@ -36,7 +36,6 @@ METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
 questions, on its pairs):

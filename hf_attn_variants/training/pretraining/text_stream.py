@@ -85,7 +85,7 @@ class TextFile:
                 file.seek(offset)
                 for line in itertools.chain(_lines(file), [b""]):  # the end of the file ends an article
                     if b"\0" in line:
-                        raise ValueError(f"{self.path} holds a null character: it is no text")
+                        raise ValueError(f"{self.path} holds a null character: it is no text, or not in UTF-8")
                     if line.strip():
                         lines.append(line)
                     size += len(line)

@@ -14,7 +14,7 @@ import numpy as np
 from datasets import load_dataset
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
-from ...superglue_tasks import SUPERGLUE_DATASET, get_superglue_task
+from ...superglue_tasks import SUPERGLUE_DATASET, SuperGlueTask, get_superglue_task
 from ...table_files import read_records
 from .examples import Example, make_example
 from .settings import SuperGlueSettings
@@ -22,21 +22,21 @@ from .settings import SuperGlueSettings
 __all__ = ["DIAGNOSTICS", "load_diagnostics", "score_diagnostic"]
 
 logger = logging.getLogger(__name__)
-AXB, AXG = "axb", "axg"
+RTE, AXB, AXG = "rte", "axb", "axg"
 # By the Hub's names, those of the official folders and files.
 DIAGNOSTICS = {AXB: "AX-b", AXG: "AX-g"}
 
 
-def load_diagnostics(settings: SuperGlueSettings) -> dict[str, list[Example]]:
+def load_diagnostics(settings: SuperGlueSettings, task: SuperGlueTask) -> dict[str, list[Example]]:
     """Read the sets that there are, as rows of RTE: in the task's folder or beside it, or from the Hub.
 
-    None is read where files are named one by one, or nothing is to be predicted.
+    None is read for another task than RTE, where files are named one by one, or where nothing is to be predicted.
 
     Raises:
         OSError: if the Hub cannot be reached.
         ValueError: if a file is wrong; the message names it, the line and the row.
     """
-    if settings.skip_predict:
+    if task.name != RTE or settings.skip_predict:
         return {}
     if settings.data_dir is None:
         named = any((settings.train_file, settings.validation_file, settings.test_file))
@@ -67,7 +67,7 @@ def _hub_rows(name: str) -> list[Example]:
 
 def _examples(name: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Example]:
     """Return rows as those of RTE, with their labels where all have one."""
-    task = get_superglue_task("rte")
+    task = get_superglue_task(RTE)
     has_labels = all(row.get("label", -1) != -1 for _, row in rows)
     if name == AXB and "sentence1" in rows[0][1]:
         names = {"sentence1": "premise", "sentence2": "hypothesis"}

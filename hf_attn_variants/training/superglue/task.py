@@ -82,7 +82,7 @@ class SuperGlueFineTuning(SequenceClassification[SuperGlueSettings, SuperGlueEva
         self.labels, self.problem_type = self.task.labels, "single_label_classification"
         self.fit_tokenizer(pair=len(self.task.fields) == 2)
         self.examples = load_examples(settings, self.task)
-        self.diagnostics = load_diagnostics(settings) if self.task.name == "rte" else {}
+        self.diagnostics = load_diagnostics(settings, self.task)
         self.train = _rows("train", self.examples["train"]) if "train" in self.examples else NO_ROWS
         self.dev_splits = [_rows("validation", self.examples["validation"])]
         self.name, self.main_metric = f"SuperGLUE {self.task.folder}", self.task.main_metric

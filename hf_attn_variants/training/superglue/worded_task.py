@@ -51,7 +51,7 @@ class WordedSuperGlue(ChoiceTask[SuperGlueSettings]):
         super().__init__(settings, accelerator)
         self.task = get_superglue_task(settings.task_name)
         self.examples = load_examples(settings, self.task)
-        self.diagnostics = load_diagnostics(settings) if self.task.name == "rte" else {}
+        self.diagnostics = load_diagnostics(settings, self.task)
         self.train = self._split("train") if "train" in self.examples else NO_QUESTIONS
         self.dev = self._split("validation")
         self.name, self.main_metric = f"SuperGLUE {self.task.folder}, worded", self.task.main_metric
