@@ -147,11 +147,13 @@ def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
 
     monkeypatch.setattr(diagnostics, "load_dataset", load)
     settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name="rte")
-    found = diagnostics.load_diagnostics(settings)
+    task = SUPERGLUE_TASKS["rte"]
+    found = diagnostics.load_diagnostics(settings, task)
     assert loaded == [("aps/super_glue", name, "test") for name in ("axb", "axg")]
     assert found["axb"][1].texts == (("The dog is in the house.", "a street"),) and found["axb"][1].labels == (1,)
-    assert not diagnostics.load_diagnostics(replace(settings, skip_predict=True))
-    assert not diagnostics.load_diagnostics(replace(settings, validation_file="v.jsonl"))
+    assert not diagnostics.load_diagnostics(replace(settings, skip_predict=True), task)
+    assert not diagnostics.load_diagnostics(replace(settings, validation_file="v.jsonl"), task)
+    assert not diagnostics.load_diagnostics(settings, SUPERGLUE_TASKS["cb"])
 
 
 @pytest.mark.parametrize(
