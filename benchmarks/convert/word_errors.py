@@ -110,7 +110,7 @@ def transcripts(folder: str, files: Sequence[Path], args: argparse.Namespace) ->
 
 
 def time_differences(source: Sequence[Transcript], own: Sequence[Transcript]) -> dict[str, Any]:
-    """Return how many tokens both write, and by how many seconds their times differ: median and 95th percentile."""
+    """Return how many tokens both write, and how far their times are apart, in seconds: median, 95th percentile."""
     differences = sorted(
         abs(a.seconds[block.a + i] - b.seconds[block.b + i])
         for a, b in zip(source, own, strict=True)
@@ -118,11 +118,11 @@ def time_differences(source: Sequence[Transcript], own: Sequence[Transcript]) ->
         for i in range(block.size)
     )
     if not differences:
-        return {"tokens": 0, "median_seconds": None, "seconds_of_95_percent": None}
+        return {"tokens": 0, "median_shift": None, "shift_of_95_percent": None}
     return {
         "tokens": len(differences),
-        "median_seconds": round(statistics.median(differences), 3),
-        "seconds_of_95_percent": round(differences[math.ceil(0.95 * len(differences)) - 1], 3),
+        "median_shift": round(statistics.median(differences), 3),
+        "shift_of_95_percent": round(differences[math.ceil(0.95 * len(differences)) - 1], 3),
     }
 
 

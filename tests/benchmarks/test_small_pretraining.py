@@ -38,7 +38,7 @@ def ran(load, monkeypatch):
             script.main(script.parse_args(command[2:]))
             folders.append(folder.name)
 
-    for name in ("albert_mlm", "t5_span_corruption"):
+    for name in ("benchmarks.train.albert_mlm", "benchmarks.train.t5_span_corruption"):
         monkeypatch.setattr(load(name), "run_script", run)
     return folders
 

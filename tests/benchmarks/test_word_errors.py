@@ -58,10 +58,10 @@ def test_words_of_other_scripts(script, text, words):
 def test_times_are_compared_of_tokens_that_both_write(script):
     source = [script.Transcript("", [5, 6, 7], [0.0, 1.0, 2.0])]
     own = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
-    assert script.time_differences(source, source)["seconds_of_95_percent"] == 0
+    assert script.time_differences(source, source)["shift_of_95_percent"] == 0
     assert script.time_differences(source, own) == {
         "tokens": 2,
-        "median_seconds": 0.25,
-        "seconds_of_95_percent": 0.5,
+        "median_shift": 0.25,
+        "shift_of_95_percent": 0.5,
     }
     assert script.time_differences(source, [script.Transcript("", [1], [0.0])])["tokens"] == 0
