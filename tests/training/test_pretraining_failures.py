@@ -2,7 +2,6 @@
 
 import gzip
 import importlib
-import itertools
 import json
 import re
 from contextlib import nullcontext
@@ -84,7 +83,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
 
     class FailingDisk:
         def __init__(self, file):
-            self.file = file
+            self.file, self.left = file, 20
 
         def __enter__(self):
             return self
@@ -95,9 +94,11 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
         def seek(self, offset):
             self.file.seek(offset)
 
-        def __iter__(self):
-            yield from itertools.islice(self.file, 20)
-            raise OSError(5, "Input/output error")
+        def readline(self, size):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(5, "Input/output error")
+            return self.file.readline(size)
 
     monkeypatch.setattr(TextFile, "_open", lambda s: FailingDisk(opened(s)) if s.path == broken else opened(s))
     with pytest.raises(OSError, match=rf"{broken.name}: cannot be read beyond byte \d+ .*Input/output error"):
