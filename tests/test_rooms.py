@@ -188,9 +188,13 @@ def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone(
     """`upstream.py`, which all of `modeling/` stands on, lists the arguments of our own calls."""
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
+    sharing = importlib.import_module(f"{mechanisms}.head_sharing")
+    names |= {each.label for each in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
-    assert not literals(names, r"(additive_score|field_table|sinusoidal_positions|talking_heads|upstream)\.py")
+    assert not literals(
+        names, r"(additive_score|field_table|head_sharing|sinusoidal_positions|talking_heads|upstream)\.py"
+    )
 
 
 def test_refusals_of_pairs_are_in_the_table_alone():

@@ -152,7 +152,7 @@ def model_card(
         quality=quality_sentence(steps),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
         metrics=[{name: plain(value) for name, value in vars(row).items() if value is not None} for row in scores],
-        limits=limits(variant, table, steps),
+        limits=limits(variant, fields, table, steps),
         licence=licence_text(data.license, terms),
         papers=papers(variant, fields),
     )

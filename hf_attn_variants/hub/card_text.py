@@ -8,6 +8,7 @@ from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, score_parts, values_by_layer
 from ..inspection.talking_places import talking_parts
 from ..modeling.fields.field_table import FIELDS, PLACES, row_of
+from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.latents import Latent, rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
@@ -49,8 +50,8 @@ PAIRS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("question", "sentence"): ("Where do the dogs run?", SENTENCE),
 }
 PAPERS = {
-    "MQA": ("Multi-query attention", "1911.02150"),
-    "GQA": ("Grouped-query attention", "2305.13245"),
+    MultiQuery.label: MultiQuery.paper,
+    GroupedQuery.label: GroupedQuery.paper,
     "latent": Latent.paper,
     "exact": Latent.paper_of_input,
     "talking": TalkingHeads.paper,
@@ -215,12 +216,15 @@ def code_paragraph(repo_id: str) -> str:
     )
 
 
-def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:
-    """Return what a user should know before relying on the model; without a variant there is no table."""
+def limits(variant: Any, fields: Sequence[str], table: CostTable | None, steps: Sequence[Step]) -> list[str]:
+    """Return what a user should know before relying on the model; without a variant there is no table.
+
+    `fields` as for `heads_diagram`; the first one is the decoder's, but for an encoder alone.
+    """
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
     ranks = set() if variant is None else {getattr(variant, name) for name in variant.rank_fields()} - {None}
-    shares = table is not None and (table.current.name.startswith(("MQA", "GQA")) or bool(ranks))
+    shares = table is not None and bool(ranks or HeadSharing.asked_for(variant, row_of(fields[0])[0]))
     are_true = {
         "converted": is_only_converted(steps) and not _keeps_all(variant, steps),
         "trained": last_training(steps) and not is_only_converted(steps),
@@ -273,8 +277,8 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     counts = {count for count, heads in pairs if count != heads}
     ranks = {rank for name in variant.rank_fields() if name in fields for rank in values_by_layer(variant, name)}
     are_true = {
-        "MQA": 1 in counts,
-        "GQA": bool(counts),
+        MultiQuery.label: 1 in counts,
+        GroupedQuery.label: bool(counts),
         "latent": any(rank_of_map(rank, variant.hidden_size) is not None for rank in ranks),
         "exact": variant.hidden_size in ranks,
         "talking": bool(talking_parts(variant, fields)),
@@ -312,7 +316,7 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         counts = set(values_by_layer(variant, name)) or {getattr(variant, name)}
         least, most = min(counts), max(counts)
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
-        kind = "multi-head" if least == heads else "multi-query" if most == 1 else "grouped-query"
+        kind = sharing_of(counts, heads).words
         number = f"{most} key/value head{'s' * (most > 1)}"
         if least < most:
             number = f"{least} to {most} key/value heads, by layer,"

@@ -6,6 +6,7 @@ from typing import Any
 from ..inspection.costs import values_by_layer
 from ..inspection.talking_places import talking_by_place
 from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.mechanisms.head_sharing import query_groups
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
 
 __all__ = ["heads_diagram", "layers_text"]
@@ -59,11 +60,10 @@ def _latent(config: Any, field: str, is_t5: bool) -> str:
 
 
 def _groups(heads: int, kv_heads: int) -> list[str]:
-    size = heads // kv_heads
-    groups = [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
+    groups = [[f"q{head}" for head in group] for group in query_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
     if _width(queries, keys) > MAX_WIDTH:
-        queries = [group[0] if size == 1 else f"{group[0]}..{group[-1]}" for group in groups]
+        queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
     if _width(queries, keys) > MAX_WIDTH:
         queries, keys = [*queries[:4], "...", queries[-1]], [*keys[:4], "...", keys[-1]]
     widths = [max(len(query), len(key)) for query, key in zip(queries, keys, strict=True)]

@@ -16,6 +16,7 @@ from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.score_fields import has_scores, score_name
 from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.latents import rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
@@ -160,16 +161,16 @@ def values_by_layer(config: Any, field: str) -> list[Any]:
     return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
 
-def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
+def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     """Return what the attention of a variant configuration is called, with latents, windows and kernels of its stack.
 
     For example "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64"; a
     latent as wide as its input, which changes no output, is "exact".
     """
-    heads, counts = config.query_heads(field), set(values_by_layer(config, field)) or {getattr(config, field)}
-    parts = [{heads: "MHA", 1: "MQA"}.get(max(counts), f"GQA-{max(counts)}")]
-    if len(counts) > 1:
-        parts = [f"GQA-{min(counts)}..{max(counts)} by layer"]
+    counts = set(values_by_layer(config, field)) or {getattr(config, field)}
+    sharing = sharing_of(counts, config.query_heads(field))
+    number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
+    parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
     for name in _rank_fields(config, field):
         ranks = values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
@@ -351,7 +352,7 @@ def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tupl
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
     """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
-    return next(iter(used_fields(model_class, config)), "num_key_value_heads")
+    return next(iter(used_fields(model_class, config)), HeadSharing.field)
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:

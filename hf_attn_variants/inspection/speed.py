@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig
 
 from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
@@ -233,7 +234,7 @@ def _rows(
 
 def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     exact = {"cross_kv_lora_rank": current.hidden_size}
-    plain = [row for row in rows if row.name in ("upstream", "MHA")]
+    plain = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
     pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in plain if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None

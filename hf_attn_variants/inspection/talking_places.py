@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..modeling.fields.field_table import PLACES
-from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, key_value_field, talking_places
+from ..modeling.mechanisms.head_sharing import key_value_field
+from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, talking_places
 
 __all__ = ["places_of_stacks", "talking_by_place", "talking_parts"]
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.kernel_table import kernel_of
 from ..mechanisms.patterns.pattern_table import pattern_class
@@ -55,7 +56,7 @@ class AttentionSite:
     core: str = ""
     stack: str | None = None
     is_cross_attention: bool = False
-    kv_heads_field: str = "num_key_value_heads"
+    kv_heads_field: str = HeadSharing.field
     rank_field: str | None = None
     latent: str = ""
     shares_latent: bool = False

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..fields.composition import check_implementation
 from ..fields.kernel_fields import has_kernel
-from ..fields.loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
+from ..fields.loading_checks import adds_talking_heads, warn_of_positions
 from ..fields.variant_config import can_cache
 from ..host_trial import try_host
 from ..mechanisms.additive_score import score_of
@@ -21,7 +21,7 @@ from ..mechanisms.kernels.kernel_table import drawn_names
 from ..mechanisms.latents import add_latent_map
 from ..mechanisms.patterns.compressed_pattern import compression_of
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, keeps_cache
+from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, beginning_of_talking_heads, keeps_cache
 from ..ops.padded_rows import settle_padding
 from ..travel import lies_in_a_room
 from ..upstream import changed, check_attributes, refuse_two_caches

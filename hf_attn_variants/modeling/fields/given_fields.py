@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from ..mechanisms.head_sharing import key_value_field
 from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
 from ..mechanisms.mechanism import PREFIXES
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
@@ -171,8 +172,8 @@ def _idle_twins(config: Any) -> Iterator[tuple[str, Any, str]]:
 def _draws(config: Any) -> bool:
     """Say whether a kernel of a configuration has anything that is drawn."""
     for field, kernel in kernels_of(config).items():
-        stack = "encoder_" if field.startswith("encoder_") else ""
-        head_dim = config.attention_head_dim(f"{stack}num_key_value_heads")
+        prefix = "encoder_" if field.startswith("encoder_") else ""
+        head_dim = config.attention_head_dim(key_value_field(prefix))
         if kernel_class(kernel).draws(config.attention_kernel_features, head_dim):
             return True
     return False

@@ -11,9 +11,6 @@ from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
 from ..mechanisms.talking_heads import (
     DYNAMIC,
     KIND,
-    OUTPUT,
-    RANDOM,
-    SOFTMAX,
     TalkingHeads,
     talking_places,
 )
@@ -21,7 +18,7 @@ from .field_checks import checked_rank
 from .given_fields import quietly
 from .layer_values import value_or_list, without_layer_values
 
-__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "warn_of_positions"]
+__all__ = ["adds_talking_heads", "warn_of_positions"]
 
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -91,7 +88,7 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
             old, new = (TalkingHeads.of(each, prefix, layer) for each in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
-            for name, pair in _compared(old, new, has_bias and prefix != "cross_"):
+            for name, pair in old.beside(new, has_bias and prefix != "cross_"):
                 if pair[0] != pair[1]:
                     known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name
@@ -101,20 +98,6 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
                         "projections. Use the checkpoint's own configuration."
                     )
     return frozenset(added)
-
-
-def _compared(old: TalkingHeads, new: TalkingHeads, has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
-    """Return what must be the same in a checkpoint and in the configuration that it is loaded with.
-
-    T5's position bias has a column for each softmax head, also where they do not talk.
-    """
-    pairs: list[tuple[str, tuple[Any, Any]]] = [(OUTPUT, (old.output, new.output))]
-    if old.kind is not None or has_bias:
-        pairs.append((SOFTMAX, (old.softmax, new.softmax)))
-    if old.kind is not None:
-        dynamic = (list(old.dynamic), list(new.dynamic))
-        pairs = [(KIND, (old.kind, new.kind)), *pairs, (DYNAMIC, dynamic)]
-    return pairs
 
 
 def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
@@ -130,20 +113,6 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
             f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
             "Train it."
         )
-
-
-def beginning_of_talking_heads(config: Any) -> str:
-    """Say what new talking heads begin as and what that does to the outputs."""
-    talking = [
-        TalkingHeads.of(config, prefix, layer)
-        for prefix in talking_places(config)
-        for layer in range(config.layer_count(prefix + KIND))
-    ]
-    if any(each.init == RANDOM for each in talking):
-        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
-    if any(each.dynamic for each in talking):
-        return "they begin as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"
-    return "they begin as the identity, and no output changes"
 
 
 def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..mechanisms.head_sharing import key_value_field
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import (
     BOTH,
@@ -19,7 +20,6 @@ from ..mechanisms.talking_heads import (
     WEIGHTS,
     TalkingHeads,
     is_own_value,
-    key_value_field,
     layers_to_check,
     listed_by_layer,
     query_heads_there,

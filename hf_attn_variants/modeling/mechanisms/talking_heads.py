@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .head_sharing import key_value_field
 from .mechanism import NONE, PREFIXES, Mechanism
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ __all__ = [
     "X2L",
     "DynamicTerms",
     "TalkingHeads",
+    "beginning_of_talking_heads",
     "count_fields",
     "differs_by_place",
     "dynamic_terms",
     "is_own_value",
     "keeps_cache",
-    "key_value_field",
     "layers_to_check",
     "listed_by_layer",
     "mixing_flops",
@@ -112,6 +113,21 @@ class TalkingHeads(Mechanism):
         dynamic = tuple(_value(config, prefix, DYNAMIC, layer) or ())
         return cls(kind, softmax, output, _value(config, prefix, INIT, layer), dynamic)
 
+    def beside(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
+        """Return what loading a checkpoint must not change: each field, with its value here and the wanted one.
+
+        Args:
+            wanted: how the heads of the same attention are to talk.
+            has_bias: whether it has T5's position bias, with a column for each softmax head, talking or not.
+        """
+        pairs: list[tuple[str, tuple[Any, Any]]] = [(OUTPUT, (self.output, wanted.output))]
+        if self.kind is not None or has_bias:
+            pairs.append((SOFTMAX, (self.softmax, wanted.softmax)))
+        if self.kind is not None:
+            dynamic = (list(self.dynamic), list(wanted.dynamic))
+            pairs = [(KIND, (self.kind, wanted.kind)), *pairs, (DYNAMIC, dynamic)]
+        return pairs
+
 
 class DynamicTerms(Mechanism):
     """The input-dependent terms of talking heads; nothing is made of this class."""
@@ -142,6 +158,20 @@ def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
     layers = layers_to_check(config, prefix) if talks(config, prefix) else ()
     terms = {name for layer in layers for name in TalkingHeads.of(config, prefix, layer).dynamic}
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
+
+
+def beginning_of_talking_heads(config: Any) -> str:
+    """Say what new talking heads begin as and what that does to the outputs."""
+    talking = [
+        TalkingHeads.of(config, prefix, layer)
+        for prefix in talking_places(config)
+        for layer in range(config.layer_count(prefix + KIND))
+    ]
+    if any(each.init == RANDOM for each in talking):
+        return f'they are drawn at random (`{INIT}="{RANDOM}"`), and the outputs change: train them'
+    if any(each.dynamic for each in talking):
+        return f"they begin as the identity, the terms of `{DYNAMIC}` as zeros, and no output changes"
+    return "they begin as the identity, and no output changes"
 
 
 def keeps_cache(dynamic: Iterable[str] | None) -> bool:
@@ -222,11 +252,6 @@ def mixing_flops(heads: "AttentionHeads", query_dim: int, memory_dim: int, atten
             of_query += of_term if name[0] == "x" else 0
             of_memory += of_term if name[0] == "m" else 0
     return of_memory, of_query
-
-
-def key_value_field(prefix: str) -> str:
-    """Return the field of the key/value heads of a place: cross-attention is in the decoder."""
-    return f"{prefix if prefix == 'encoder_' else ''}num_key_value_heads"
 
 
 def query_heads_there(config: Any, prefix: str) -> int:
