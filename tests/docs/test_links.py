@@ -1,0 +1,36 @@
+"""Every link of a Markdown file to another file of the repository, or to a heading, has something at its end."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("model_cards/*.md")])
+
+
+def without_blocks(text):
+    """A page without its blocks of code, where "# " begins a comment."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+@cache
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(path.read_text(encoding="utf-8")), re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page.read_text(encoding="utf-8"))):
+        name, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue  # another site
+        end = (page.parent / name).resolve() if name else page
+        if not end.exists() or (anchor and end.suffix == ".md" and anchor not in anchors(end)):
+            broken.append(target)
+    assert not broken
