@@ -67,9 +67,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     suffix = suffix_of(path)
     if suffix not in TABLE_SUFFIXES:
-        raise ValueError(
-            f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
-        )
+        raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)")
     yield from _delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _objects(path)
 
 

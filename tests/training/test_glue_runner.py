@@ -522,6 +522,12 @@ def test_a_tokenizer_from_elsewhere_helps_a_checkpoint_without_one(run, tiny_ber
     assert results["steps"] == 1
 
 
+def test_a_folder_that_can_hold_no_tokenizer_is_told_by_name(run, tiny_bert, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(OSError, match=r"the folder .*nothing has no tokenizer files; give .* with --tokenizer_name"):
+        run("cola", "--tokenizer_name", tmp_path / "nothing", model=tiny_bert)
+
+
 def test_a_tokenizer_that_pads_left_learns_the_same(run, tiny_bert, tmp_path):
     flags = ["--max_train_steps", 2, "--skip_predict", "--max_length", 8]
     plain, _ = run("stsb", *flags)

@@ -161,7 +161,10 @@ def test_overrides_make_what_flags_make():
             ["--config_overrides", "talking_heads=both", "--talking_heads", "both"],
             "`talking_heads` is given by --talk",
         ),
-        (["--config_overrides", "num_layrs=2"], "--config_overrides: 'num_layrs=2' is no FIELD=VALUE of a T5Config"),
+        (
+            ["--config_overrides", "num_layrs=2"],
+            "--config_overrides: 'num_layrs=2' is no FIELD=VALUE of a T5Config; did you mean num_layers?",
+        ),
         (
             ["--config_overrides", "talking_head=both"],
             "--config_overrides: `talking_head` is not a field of .*T5Config",

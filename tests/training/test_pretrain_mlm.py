@@ -612,7 +612,10 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--dataloader_num_workers", 2), "must be 0 or 1 for a stream, got 2"),
         (scratch("bert", "--metric_for_best_model", "f1"), "there are loss, perplexity, accuracy"),
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
-        (["--model_type", "bert", "--config_overrides", "hiden_size=3"], "'hiden_size=3' is no FIELD=VALUE of a Bert"),
+        (
+            ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
+            "'hiden_size=3' is no FIELD.*; did you mean hidden_size",
+        ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
         (scratch("bert", "--adafactor_relative_step"), "need --optim adafactor"),

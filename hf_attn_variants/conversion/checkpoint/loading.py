@@ -92,20 +92,29 @@ def _held_mismatches() -> Iterator[list[str]]:
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer; errors as for `reading_checkpoint` and `check_learned_tokens`."""
     with reading_checkpoint(source) as folder:
-        check_tokenizer_files(folder)
+        check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
     return tokenizer
 
 
-def check_tokenizer_files(source: str) -> None:
-    """Check the JSON beside a folder's tokenizer, of which transformers expects objects.
+def check_tokenizer_files(source: str, advice: str = "") -> None:
+    """Check that a folder can hold a tokenizer, and the JSON beside it, of which transformers expects objects.
+
+    Args:
+        source: the folder, or a Hub id, of which nothing is checked.
+        advice: as for `check_learned_tokens`.
 
     Raises:
-        ValueError: for one that is something else; the message names the file.
+        OSError: if the folder has nothing that a tokenizer could be read from.
+        ValueError: for JSON that is something else; the message names the file.
     """
+    folder = Path(source)
+    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else None
+    if names is not None and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in names):
+        raise FileNotFoundError(f"the folder {source} has no tokenizer files{advice}")
     for name in TOKENIZER_OBJECTS:
-        path = Path(source) / name
+        path = folder / name
         value = load_json(path, "utf-8-sig") if path.is_file() else {}
         if not isinstance(value, dict):
             raise ValueError(f"{path} must be a JSON object, got a {type(value).__name__}: mend or remove it")

@@ -1,5 +1,6 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,8 +122,11 @@ def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_c
     for name, value in overrides.items():
         if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
-            wrong = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
-            raise ValueError(f"--config_overrides: {wrong}" if reason is None else f"--config_overrides: {reason}")
+            if reason is None:
+                near = difflib.get_close_matches(name, default.to_dict(), n=1)
+                reason = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
+                reason += f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"--config_overrides: {reason}")
 
 
 def load_or_make_model(

@@ -28,13 +28,14 @@ def load_tokenizer(
         ValueError: if it cannot be used, has no padding token, or more tokens than the model.
     """
     source = settings.tokenizer_name or settings.source
+    advice = "; give a folder or Hub id that has them with --tokenizer_name"
     with reading_checkpoint(source) as found:
-        check_tokenizer_files(found)
+        check_tokenizer_files(found, advice)
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)
         if words and _needs_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(found, **options)
-    check_learned_tokens(tokenizer, source, "; give a folder or Hub id that has them with --tokenizer_name")
+    check_learned_tokens(tokenizer, source, advice)
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
     if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:

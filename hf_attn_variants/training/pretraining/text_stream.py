@@ -179,6 +179,8 @@ def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
     """
     files = [TextFile(Path(path)) for path in paths]
     for file in files:
+        if not file.path.exists():
+            raise FileNotFoundError(f"there is no file {file.path}")
         if file.path.is_dir():
             raise OSError(f"{file.path} is a folder; give its files, {file.path}/*.txt.gz for example")
         if is_table(file.path):
