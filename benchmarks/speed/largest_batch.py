@@ -1,0 +1,121 @@
+"""How many texts an engine can serve at once in a given memory: its peak is measured, nothing is estimated.
+
+Each trial is a process with the engine alone, its libraries included, and glibc as it is. The batch doubles until the
+peak is above the memory; then the interval is halved to a thirtieth, for peaks of one batch differ by as much. Random
+weights: memory does not depend on them.
+
+Example:
+    python -m benchmarks.speed.largest_batch --shape t5-small --source_length 1024 --num_beams 4 --memory_gib 4
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from benchmarks.machine import machine
+from benchmarks.speed.decode import SHAPES
+from benchmarks.speed.serving import config_of
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.costs import variant_config, variant_name
+from hf_attn_variants.serving.ctranslate2_engine import why_not, write_folder
+from hf_attn_variants.serving.engines import CTRANSLATE2, Engine, Load, build_model, random_inputs
+from hf_attn_variants.serving.peak_memory import peak_bytes
+
+# A batch is known to one part in this.
+CLOSE = 30
+LATENTS = {"cross_kv_lora_rank": 128, "kv_lora_rank": 32}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--source_length", type=int, default=1024, help="tokens of a text")
+    parser.add_argument("--num_beams", type=int, default=4)
+    parser.add_argument("--max_new_tokens", type=int, default=32)
+    parser.add_argument("--memory_gib", type=float, default=4.0, help="of the whole process")
+    parser.add_argument("--latents", type=json.loads, default=LATENTS, help="fields of the converted model, as JSON")
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[int, int]]:
+    """Return the most texts whose peak is within the memory, 0 where one is too many, and each peak that was seen.
+
+    Args:
+        peak: returns the bytes of a batch; more texts take more.
+        memory: bytes.
+    """
+    peaks: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        peaks[batch] = peak(batch)
+        return peaks[batch] <= memory
+
+    fitting, tried = 0, 1
+    while fits(tried):
+        fitting, tried = tried, 2 * tried
+    too_many = tried
+    while too_many - fitting > max(1, fitting // CLOSE):
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    return fitting, peaks
+
+
+def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> dict[str, tuple[Mapping[str, Any], Engine]]:
+    """Return the configuration and the engine of each row."""
+    converted = variant_config(config, **latents)
+    rows = {
+        "transformers": (config, Engine("transformers")),
+        "share_memory": (config, Engine("share_memory", shared=True)),
+        variant_name(converted): (converted.to_dict() | {"architectures": None}, Engine(variant_name(converted))),
+    }
+    if why_not(config) is None:
+        rows[CTRANSLATE2] = (config, Engine(CTRANSLATE2, ctranslate2=True))
+    return rows
+
+
+def peak_of(args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, batch: int) -> int:
+    """Return the peak of a batch in bytes."""
+    load = Load(batch, args.source_length, args.max_new_tokens, args.num_beams)
+    with tempfile.TemporaryDirectory() as folder:
+        exported = None
+        if engine.ctranslate2:
+            model, inputs = build_model(config, engine), random_inputs(config, load)
+            exported = write_folder(config, model, inputs, Path(folder), engine.int8)
+        peak = peak_bytes(config, engine, load, args.num_threads, exported)
+    if peak is None:
+        raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")
+    print(f"{engine.name}: {batch} texts take {peak / 2**20:,.0f} MiB", flush=True)
+    return peak
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure each engine, write the JSON after it, print its batch; returns the report."""
+    transformers.logging.set_verbosity_error()
+    config = config_of(args.shape)
+    arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}
+    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "rows": {}}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, (own, engine) in contestants(config, args.latents).items():
+        most, peaks = largest_batch(
+            lambda batch, own=own, engine=engine: peak_of(args, own, engine, batch), bytes_of(args)
+        )
+        report["rows"][name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
+        atomic_write(args.output_dir / f"largest_batch_{args.shape}.json", json.dumps(report, indent=1) + "\n")
+        print(f"{name}: {most} texts in {args.memory_gib:g} GiB", flush=True)
+    return report
+
+
+def bytes_of(args: argparse.Namespace) -> int:
+    """Return the memory in bytes."""
+    return int(args.memory_gib * 2**30)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,29 @@
+"""The largest batch in a given memory: found to a thirtieth, by few trials; each engine has its row."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.speed.largest_batch")
+
+
+@pytest.mark.parametrize(("memory", "most"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
+def test_the_batch_is_the_largest_that_fits(benchmark, memory, most):
+    found, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
+    assert most - max(0, most // 30) <= found <= most
+    assert all((peak <= memory) == (batch <= found) for batch, peak in peaks.items())
+    assert len(peaks) <= 2 * (most + 1).bit_length() + 1
+
+
+def test_each_engine_has_a_row(benchmark):
+    rows = benchmark.contestants(benchmark.config_of("t5-small"), benchmark.LATENTS)
+    assert list(rows)[:3] == ["transformers", "share_memory", "MHA + cross latent 128 + latent 32"]
+    config, engine = rows["MHA + cross latent 128 + latent 32"]
+    assert config["kv_lora_rank"] == 32 and not engine.shared
