@@ -185,6 +185,7 @@ def again(load, tmp_path):
 
 
 @ON_GLIBC
+@pytest.mark.slow
 def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     results, work = tmp_path / "results", tmp_path / "work"

@@ -79,6 +79,7 @@ def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
                 assert some[i, j] == part.any() and whole[i, j] == part.all()
 
 
+@pytest.mark.cross_product
 @EVERY_REACH
 @pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
 def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on_the_cpu):
@@ -172,6 +173,7 @@ def test_training_after_inference_mode(on_the_cpu):
     assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
 
 
+@pytest.mark.cross_product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])
 def test_training_with_checkpoints(reentrant, last, on_the_cpu):

@@ -329,7 +329,9 @@ def test_shapes_on_the_meta_device(architecture, variant):
 
 
 @EVERY_ARCHITECTURE
-@pytest.mark.parametrize("variant", ["gqa", "mqa", "latent"])
+@pytest.mark.parametrize(
+    "variant", ["gqa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "latent"))]
+)
 def test_flex_attention_runs_grouped_heads(architecture, variant):
     upstream = architecture.upstream_model(BASE[architecture.name])
     upstream.set_attn_implementation("flex_attention")

@@ -331,7 +331,16 @@ def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
     assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
 
 
-@pytest.mark.parametrize("name", ["local_blocks", "random_blocks", "sliding_window", "memory_compressed"])
+# By default a pattern of blocks, whose masks are cut anew, and one that makes other keys.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "random_blocks",
+        "memory_compressed",
+        pytest.param("local_blocks", marks=pytest.mark.slow),
+        pytest.param("sliding_window", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_or_exported_encoder_counts_alike(name):
     more = {"num_global_tokens": 1} if name == "sliding_window" else {}
     encoder = encoder_of(ROWS["roberta"], **fields_of(name, **more))
