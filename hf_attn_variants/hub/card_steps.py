@@ -186,7 +186,9 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
             f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets}, cut at "
             f"{calibration['max_length']} tokens{passages}."
         )
-    rows = [(name, *map(_shown, pair)) for name, pair in step.get("heads", {}).items()]
+    heads = step.get("heads", {})
+    changed = {name: pair for name, pair in heads.items() if pair[0] != pair[1]}
+    rows = [(name, *map(_shown, pair)) for name, pair in (changed or heads).items()]
     if parameters := step.get("parameters"):
         rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
     for site, cache in step.get("kv_cache_bytes_per_token", {}).items():

@@ -309,19 +309,21 @@ def _example(auto_class: str, task: GlueTask | None, pair: bool) -> tuple[str, .
 
 
 def _attention(variant: Any, fields: Sequence[str]) -> str:
-    parts = []
+    of_stacks = {}
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     for name in kv_fields:
         heads = variant.query_heads(name)
         counts = set(values_by_layer(variant, name)) or {getattr(variant, name)}
         least, most = min(counts), max(counts)
-        where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
         kind = sharing_of(counts, heads).words
         number = f"{most} key/value head{'s' * (most > 1)}"
         if least < most:
             number = f"{least} to {most} key/value heads, by layer,"
         shared = "" if least == heads else f" ({number} for {heads} query heads)"
-        parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
+        of_stacks[name] = f"{kind} attention{shared}"
+    where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
+    alike = {*of_stacks.values()}
+    parts = [*alike] if len(alike) == 1 else [text + where[name] for name, text in of_stacks.items()]
     if variant.value_head_dim is not None:
         parts.append(f"{variant.value_head_dim} {_on_card('value_head_dim')}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
@@ -332,7 +334,7 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
     parts += [
         f"the kernel {kernel} in the place of {what}{where}" for kernel, what, where in _kernels(variant, fields)
     ]
-    return " and ".join(parts)
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str, str]]:
