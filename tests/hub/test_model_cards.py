@@ -10,8 +10,9 @@ from hf_attn_variants.hub.card import is_untouched
 CARDS = sorted((Path(__file__).resolve().parents[2] / "model_cards").glob("*.md"))
 
 
-def test_there_is_one_of_a_minilm_and_one_of_a_whisper():
-    assert {path.stem for path in CARDS} == {"all-MiniLM-L6-v2-gqa4", "whisper-base-gqa4"}
+def test_there_is_one_of_a_minilm_one_of_a_whisper_and_one_of_a_t5():
+    names = {"all-MiniLM-L6-v2-gqa4", "t5-mini-multi30k-en-de-latents", "whisper-base-gqa4"}
+    assert {path.stem for path in CARDS} == names
 
 
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
