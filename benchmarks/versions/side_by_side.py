@@ -1,0 +1,174 @@
+"""Is the code of today as fast as that of an earlier commit? Decoding, windows, talking heads and training, in turn.
+
+Each commit runs in a process of its own, on one thread. The two take turns, and the one that begins changes. A time is
+the CPU time of the process, so that other work of the machine hardly counts; what is compared are pairs of neighbours.
+The models are random and the same in both: their outputs must be equal to the bit.
+
+Example:
+    python -m benchmarks.versions.side_by_side --before 48fcfa1^ --rounds 20
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
+T5 = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 1000}
+SMALL = {"small": 4, "large": 1}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True, help="a commit of this repository")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--size", choices=SMALL, default="large", help="small: for tests")
+    parser.add_argument("--output", type=Path, help="a JSON of the times")
+    return parser.parse_args(arguments)
+
+
+def tasks(size: str) -> dict[str, Callable[[], Any]]:
+    """Return what is timed, by name: called, it returns the outputs."""
+    import torch
+    import transformers
+
+    import hf_attn_variants as package
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    less = SMALL[size]
+
+    def bert(**fields: Any) -> Any:
+        torch.manual_seed(0)
+        config = package.AttnVariantBertConfig(**BERT, vocab_size=1000, max_position_embeddings=1024, **fields)
+        return package.AttnVariantBertForMaskedLM(config).eval()
+
+    def passes(length: int, **fields: Any) -> Callable[[], Any]:
+        model, ids = bert(**fields), torch.arange(2 * length).view(2, length) % 1000
+        return lambda: model(input_ids=ids).logits
+
+    def decoding(beams: int, **fields: Any) -> Callable[[], Any]:
+        torch.manual_seed(0)
+        config = package.AttnVariantT5Config(**T5, decoder_start_token_id=0, **fields)
+        model = package.AttnVariantT5ForConditionalGeneration(config).eval()
+        model.generation_config.eos_token_id = None
+        ids = torch.arange(2, 2 + 4 * 128 // less).view(4, -1) % 1000
+        return lambda: model.generate(input_ids=ids, num_beams=beams, max_new_tokens=24 // less, do_sample=False)
+
+    def training() -> Any:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return model.bert.encoder.layer[0].attention.self.key.weight.grad
+
+    model, ids = bert(num_key_value_heads=2, talking_heads="both").train(), torch.arange(512 // less).view(4, -1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    found = {
+        "decoding, 2 of 8 heads": decoding(1, num_key_value_heads=2),
+        "decoding, latents, 4 beams": decoding(4, kv_lora_rank=64, cross_kv_lora_rank=128),
+        "pass, 2 of 8 heads": passes(256 // less, num_key_value_heads=2),
+        "pass, window": passes(1024 // less, attention_pattern="sliding_window", attention_window=128 // less),
+        "pass, talking heads": passes(256 // less, talking_heads="both"),
+        "pass, elu kernel": passes(1024 // less, attention_kernel="elu"),
+    }
+    no_grad = {name: torch.no_grad()(call) for name, call in found.items()}
+    return no_grad | {"training, talking heads": training}
+
+
+def serve(size: str) -> None:
+    """Run each task whose name comes by stdin, and say its CPU seconds and a digest of its outputs."""
+    calls = tasks(size)
+    print(json.dumps(list(calls)), flush=True)
+    for line in sys.stdin:
+        begin = time.process_time()
+        outputs = calls[line.strip()]()
+        seconds = time.process_time() - begin
+        digest = hashlib.sha256(outputs.detach().numpy().tobytes()).hexdigest()
+        print(json.dumps({"seconds": seconds, "digest": digest}), flush=True)
+
+
+@contextmanager
+def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
+    """Start a process that imports the package of a folder; yields what asks it, with None for its tasks' names."""
+    # The benchmark is today's in both; the package is the folder's.
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])['serve'](sys.argv[2])"
+    command = [sys.executable, "-c", program, __file__, size]
+    environment = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=code.parent, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    sent, said = process.stdin, process.stdout
+    if sent is None or said is None:
+        raise RuntimeError("a process without pipes")
+
+    def ask(task: str | None) -> Any:
+        if task is not None:
+            sent.write(f"{task}\n")
+            sent.flush()
+        line = said.readline()
+        if not line:
+            raise SystemExit(f"the process of {code} ended; its error is above")
+        return json.loads(line)
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Time both, print the median of the pairs' ratios with its middle half, and return the report."""
+    # Not at the file's top: a process with an earlier commit reads it, and that has other files.
+    from benchmarks.machine import machine
+    from hf_attn_variants.files import atomic_write
+
+    with tempfile.TemporaryDirectory() as stage:
+        old = Path(stage) / "before"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(old), args.before], check=True)
+        try:
+            with worker(old, args.size) as before, worker(ROOT, args.size) as now:
+                report = compare(before, now, args.rounds)
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)
+    report |= {"before": args.before, "machine": machine("cpu")}
+    if args.output is not None:
+        atomic_write(args.output, json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def compare(before: Callable[[str | None], Any], now: Callable[[str | None], Any], rounds: int) -> dict[str, Any]:
+    """Return the seconds of each task in both, and whether outputs are equal."""
+    names = before(None)
+    if now(None) != names:
+        raise SystemExit("the two processes have other tasks")
+    rows: dict[str, Any] = {}
+    for name in names:
+        pairs, equal = [], True
+        for number in range(rounds + 1):
+            order = (before, now) if number % 2 else (now, before)
+            said = {ask: ask(name) for ask in order}
+            equal &= said[before]["digest"] == said[now]["digest"]
+            if number:  # the first warms up
+                pairs.append((said[before]["seconds"], said[now]["seconds"]))
+        ratios = sorted(new / old for old, new in pairs)
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        rows[name] = {"ratio": statistics.median(ratios), "middle_half": [low, high], "equal": equal, "seconds": pairs}
+        ratio = f"{rows[name]['ratio']:.3f} ({low:.3f} to {high:.3f})"
+        print(f"{name}: now / before {ratio}, outputs {'equal' if equal else 'DIFFER'}", flush=True)
+    return {"rounds": rounds, "rows": rows}
+
+
+if __name__ == "__main__":
+    main(parse_args())

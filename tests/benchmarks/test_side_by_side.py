@@ -1,0 +1,40 @@
+"""Two commits side by side: pairs of times in turn, and whether their outputs are the same."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.versions.side_by_side")
+
+
+def test_pairs_are_compared_in_turn(benchmark, capsys):
+    asked = []
+
+    def worker(name, seconds, digest):
+        def ask(task):
+            if task is None:
+                return ["decoding", "pass"]
+            asked.append(name)
+            return {"seconds": seconds, "digest": digest if task == "pass" else "same"}
+
+        return ask
+
+    rows = benchmark.compare(worker("old", 2.0, "a"), worker("new", 1.0, "b"), 3)["rows"]
+    assert [row["ratio"] for row in rows.values()] == [0.5, 0.5]
+    assert [row["equal"] for row in rows.values()] == [True, False]
+    assert rows["pass"]["seconds"] == [(2.0, 1.0)] * 3
+    assert asked == ["new", "old", "old", "new"] * 4
+    assert "DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_commit_beside_itself_gives_the_same(benchmark):
+    report = benchmark.main(benchmark.parse_args(["--before", "HEAD", "--rounds", "2", "--size", "small"]))
+    assert all(row["equal"] for row in report["rows"].values())
