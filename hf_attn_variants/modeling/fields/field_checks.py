@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
@@ -43,7 +44,11 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
     It may have a stack's name before it (`STACK_NAMES`), be one or two letters off, or be made of the same words. A
     word that stands in no field makes it another name ("num_cls_heads").
     """
-    fields = list(fields)
+    return _nearest(name, tuple(fields))
+
+
+@lru_cache(maxsize=4096)  # each configuration that is made asks for all of its keywords
+def _nearest(name: str, fields: tuple[str, ...]) -> str | None:
     _, bare = without_prefix(name.lower(), fields)
     for prefixes in (("",), STACK_NAMES):  # a field first, then one with a stack's name before it
         pairs = [(each, prefix + field) for each in (name.lower(), bare) for prefix in prefixes for field in fields]

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from transformers.utils import logging
@@ -180,7 +179,6 @@ def _draws(config: Any) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)  # it compares letters, and each configuration that is made asks for all of its keywords
 def wrong_name(config_class: Any, name: str) -> str | None:
     """Say what is wrong with a name that is no field of a configuration but nearly one of its variant fields.
 
