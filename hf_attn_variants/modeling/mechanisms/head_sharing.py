@@ -32,7 +32,8 @@ class HeadSharing(Mechanism):
         field = key_value_field(prefix)
         if not hasattr(config, field):
             return None
-        fewest = min(config.layer_value(field, layer) for layer in range(config.layer_count(field)))
+        counts = [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
+        fewest = min(counts, default=getattr(config, field))  # a stack may have no layer
         return (field, fewest) if fewest < config.query_heads(field) else None
 
 
