@@ -133,6 +133,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     # Not at the file's top: a process with an earlier commit reads it, and that has other files.
     from benchmarks.machine import machine
     from hf_attn_variants.files import atomic_write
+    from hf_attn_variants.inspection.page_faults import memory_now
 
     with tempfile.TemporaryDirectory() as stage:
         old = Path(stage) / "before"
@@ -142,7 +143,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
                 report = compare(before, now, args.rounds)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)
-    report |= {"before": args.before, "machine": machine("cpu")}
+    report |= {"before": args.before, "machine": machine("cpu"), "memory": memory_now()}
     if args.output is not None:
         atomic_write(args.output, json.dumps(report, indent=1) + "\n")
     return report
