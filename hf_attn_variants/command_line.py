@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ __all__ = [
     "HelpFormatter",
     "add_checkpoint_argument",
     "documentation",
+    "nearest_name",
     "package_version",
     "parse_with_checkpoint",
     "program_name",
@@ -48,16 +49,16 @@ class CommandParser(argparse.ArgumentParser):
         guesses: list[str | None] = []
         if message.startswith("unrecognized arguments:"):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            guesses = [_nearest(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
+            guesses = [nearest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
         elif found := re.search(r" \(choose from (.*)\)", message):
             given = re.search(r"invalid choice: '([^']*)'", message)
-            guesses = [_nearest(given[1], found[1].replace("'", "").split(", "))] if given else []
+            guesses = [nearest_name(given[1], found[1].replace("'", "").split(", "))] if given else []
             message = message.replace(found[0], "") if any(guesses) else message
         likely = list(dict.fromkeys(guess for guess in guesses if guess is not None))
         return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
 
 
-def _nearest(name: str, names: Sequence[str]) -> str | None:
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the one of `names` that a mistyped one means, if any is near; hyphens and capitals are no difference."""
 
     def plain(name: str) -> str:

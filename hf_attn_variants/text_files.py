@@ -3,10 +3,10 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from .command_line import nearest_name
 from .table_files import TABLE_SUFFIXES, read_records, row_place
 from .text_lines import is_blank, is_unicode, lines_of, suffix_of
 
@@ -123,11 +123,11 @@ def missing_column(place: str, record: dict[str, Any], column: str, named_by: st
     """
     names = column_names(record)
     there = " ".join(", ".join(names).split()) or "none"
-    lowered = {name.strip().lower(): name for name in names}
-    close = get_close_matches(column.strip().lower(), lowered, n=1)
-    advice = (
-        f"; did you mean {lowered[close[0]]!r}?" if close else f"; {named_by} can name another" if named_by else ""
-    )
+    stripped = {name.strip(): name for name in names}
+    near = nearest_name(column.strip(), stripped)
+    advice = f"; {named_by} can name another" if named_by else ""
+    if near is not None:
+        advice = f"; did you mean {stripped[near]!r}?"
     return ValueError(f"{place}: there is no column {column!r}; its columns are {there}{advice}")
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from markdown_links import shown_links
 
 import hf_attn_variants
 from hf_attn_variants.command_line import package_version
@@ -24,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Tracked files that only a clone has a use for.
 NOT_SHIPPED = (".ci/", ".github/", ".gitignore")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
-CODE = re.compile(r"^ *(```|~~~).*?^ *\1|`[^`\n]+`", re.M | re.S)
-LINK = re.compile(r'(?:\]\(|\b(?:src|href)=")([^)"\s]+)')
 
 
 class Built(NamedTuple):
@@ -93,10 +92,6 @@ def run_wheel(built, tmp_path_factory):
     return run
 
 
-def shown_links(markdown: str) -> list[str]:
-    return LINK.findall(CODE.sub("", markdown))
-
-
 def test_the_sdist_is_the_repository(built, repository_files):
     """So the tests, the documentation and the benchmarks run from it."""
     made = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
@@ -133,11 +128,6 @@ def test_workflows_call_targets_that_there_are():
         == {"install", "quality", "test", "docs", "dist", "matrix", "matrix-newest"}
         <= targets
     )
-
-
-def test_readmes_links_lead_to_files():
-    for target in shown_links((ROOT / "README.md").read_text(encoding="utf-8")):
-        assert re.match(r"https?://|#", target) or (ROOT / target.partition("#")[0]).exists(), target
 
 
 def test_a_package_index_gets_absolute_links(built):

@@ -12,6 +12,8 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import variant_config, variant_name
-from hf_attn_variants.serving.ctranslate2_engine import why_not, write_folder
+from hf_attn_variants.serving.ctranslate2_engine import Exported, why_not, write_folder
 from hf_attn_variants.serving.engines import CTRANSLATE2, Engine, Load, build_model, random_inputs
 from hf_attn_variants.serving.peak_memory import peak_bytes
 
@@ -67,28 +69,35 @@ def largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[in
     return fitting, peaks
 
 
-def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> dict[str, tuple[Mapping[str, Any], Engine]]:
-    """Return the configuration and the engine of each row."""
+def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
+    """Return the engines, each with its configuration."""
     converted = variant_config(config, **latents)
-    rows = {
-        "transformers": (config, Engine("transformers")),
-        "share_memory": (config, Engine("share_memory", shared=True)),
-        variant_name(converted): (converted.to_dict() | {"architectures": None}, Engine(variant_name(converted))),
-    }
+    found = [
+        (config, Engine("transformers")),
+        (config, Engine("share_memory", shared=True)),
+        (converted.to_dict(), Engine(variant_name(converted))),
+    ]
     if why_not(config) is None:
-        rows[CTRANSLATE2] = (config, Engine(CTRANSLATE2, ctranslate2=True))
-    return rows
+        found.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
+    return found
 
 
-def peak_of(args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, batch: int) -> int:
+def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> Exported | None:
+    """Write what CTranslate2 runs into an empty folder; None for an engine of torch."""
+    if not engine.ctranslate2:
+        return None
+    inputs = random_inputs(config, Load(1, 1, 1, 1))  # each trial brings its own
+    return write_folder(config, build_model(config, engine), inputs, folder, engine.int8)
+
+
+def peak_of(
+    args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: Exported | None, batch: int
+) -> int:
     """Return the peak of a batch in bytes."""
     load = Load(batch, args.source_length, args.max_new_tokens, args.num_beams)
-    with tempfile.TemporaryDirectory() as folder:
-        exported = None
-        if engine.ctranslate2:
-            model, inputs = build_model(config, engine), random_inputs(config, load)
-            exported = write_folder(config, model, inputs, Path(folder), engine.int8)
-        peak = peak_bytes(config, engine, load, args.num_threads, exported)
+    if exported is not None:
+        exported = replace(exported, inputs=random_inputs(config, load)["input_ids"].tolist())
+    peak = peak_bytes(config, engine, load, args.num_threads, exported)
     if peak is None:
         raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")
     print(f"{engine.name}: {batch} texts take {peak / 2**20:,.0f} MiB", flush=True)
@@ -102,19 +111,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}
     report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "rows": {}}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, (own, engine) in contestants(config, args.latents).items():
-        most, peaks = largest_batch(
-            lambda batch, own=own, engine=engine: peak_of(args, own, engine, batch), bytes_of(args)
-        )
-        report["rows"][name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
+    for own, engine in contestants(config, args.latents):
+        with tempfile.TemporaryDirectory() as folder:
+            exported = export(own, engine, Path(folder))
+            most, peaks = largest_batch(partial(peak_of, args, own, engine, exported), int(args.memory_gib * 2**30))
+        report["rows"][engine.name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
         atomic_write(args.output_dir / f"largest_batch_{args.shape}.json", json.dumps(report, indent=1) + "\n")
-        print(f"{name}: {most} texts in {args.memory_gib:g} GiB", flush=True)
+        print(f"{engine.name}: {most} texts in {args.memory_gib:g} GiB", flush=True)
     return report
-
-
-def bytes_of(args: argparse.Namespace) -> int:
-    """Return the memory in bytes."""
-    return int(args.memory_gib * 2**30)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
 T5 = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 1000}
-SMALL = {"small": 4, "large": 1}
+# How many times less there is to do.
+SIZES = {"small": 4, "large": 1}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, help="a commit of this repository")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--size", choices=SMALL, default="large", help="small: for tests")
+    parser.add_argument("--size", choices=SIZES, default="large", help="small: for tests")
     parser.add_argument("--output", type=Path, help="a JSON of the times")
     return parser.parse_args(arguments)
 
@@ -46,7 +47,7 @@ def tasks(size: str) -> dict[str, Callable[[], Any]]:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    less = SMALL[size]
+    less = SIZES[size]
 
     def bert(**fields: Any) -> Any:
         torch.manual_seed(0)
@@ -87,9 +88,14 @@ def tasks(size: str) -> dict[str, Callable[[], Any]]:
 
 
 def serve(size: str) -> None:
-    """Run each task whose name comes by stdin, and say its CPU seconds and a digest of its outputs."""
+    """Say whose code runs and which tasks there are; then run each whose name comes by stdin.
+
+    Of a task its CPU seconds and a digest of its outputs are said.
+    """
+    import hf_attn_variants
+
     calls = tasks(size)
-    print(json.dumps(list(calls)), flush=True)
+    print(json.dumps({"package": hf_attn_variants.__path__[0], "tasks": list(calls)}), flush=True)
     for line in sys.stdin:
         begin = time.process_time()
         outputs = calls[line.strip()]()
@@ -100,7 +106,10 @@ def serve(size: str) -> None:
 
 @contextmanager
 def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
-    """Start a process that imports the package of a folder; yields what asks it, with None for its tasks' names."""
+    """Start a process that imports the package of a folder; yields what asks it, with None for its tasks' names.
+
+    It starts in a folder without the package, which would come before that one.
+    """
     # The benchmark is today's in both; the package is the folder's.
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['serve'](sys.argv[2])"
     command = [sys.executable, "-c", program, __file__, size]
@@ -119,7 +128,12 @@ def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
         line = said.readline()
         if not line:
             raise SystemExit(f"the process of {code} ended; its error is above")
-        return json.loads(line)
+        said_now = json.loads(line)
+        if task is None:
+            if Path(said_now["package"]).parent != code:
+                raise SystemExit(f"the process of {code} runs the code of {said_now['package']}")
+            return said_now["tasks"]
+        return said_now
 
     try:
         yield ask

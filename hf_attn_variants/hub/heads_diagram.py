@@ -6,7 +6,7 @@ from typing import Any
 from ..inspection.costs import values_by_layer
 from ..inspection.talking_places import talking_by_place
 from ..modeling.fields.field_table import PLACES, row_of
-from ..modeling.mechanisms.head_sharing import query_groups
+from ..modeling.mechanisms.head_sharing import consecutive_groups
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
 
 __all__ = ["heads_diagram", "layers_text"]
@@ -60,7 +60,7 @@ def _latent(config: Any, field: str, is_t5: bool) -> str:
 
 
 def _groups(heads: int, kv_heads: int) -> list[str]:
-    groups = [[f"q{head}" for head in group] for group in query_groups(heads, kv_heads)]
+    groups = [[f"q{head}" for head in group] for group in consecutive_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
     if _width(queries, keys) > MAX_WIDTH:
         queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]

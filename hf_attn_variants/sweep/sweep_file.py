@@ -1,6 +1,5 @@
 """The file of a sweep: what its keys say, its variables filled in, and what is wrong with it."""
 
-import difflib
 import json
 import re
 from collections.abc import Collection, Hashable, Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..command_line import nearest_name
 from ..files import parse_json
 from ..open_files import read_file
 
@@ -92,9 +92,8 @@ def read_sweep(path: Path, given: Mapping[str, str], commands: Collection[str]) 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or all of a few."""
-    near = difflib.get_close_matches(name, [str(each) for each in known], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean `{near[0]}`?"
+    if (near := nearest_name(name, map(str, known))) is not None:
+        return f"did you mean `{near}`?"
     return f"there are {', '.join(f'`{each}`' for each in known)}" if len(known) <= 12 else "see the command's --help"
 
 
@@ -161,7 +160,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _sweep(content: dict[str, Any], given: Mapping[str, str], commands: Collection[str], name: str) -> Sweep:
     if unknown := [key for key in content if key not in KEYS]:
-        hint = "" if difflib.get_close_matches(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
+        hint = "" if nearest_name(str(unknown[0]), KEYS) else "; a flag belongs under `flags`"
         raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}{hint}")
     variables = _variables(content.pop("variables", None), given)
     content = _filled(content, variables)

@@ -19,6 +19,10 @@ from hf_attn_variants.modeling.travel import code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
+# What is saved of each architecture: a variant, and which head.
+KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
+KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
+OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
 
 # Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
 ELSEWHERE = textwrap.dedent(
@@ -120,9 +124,8 @@ def save_one(architecture, variant, saved, folder):
     return folder / "repo", folder / "tensors.safetensors", folder / "resaved"
 
 
-def test_every_auto_class_loads_elsewhere(tmp_path):
-    kinds = [("gqa", "base"), ("gqa_talking", "language_model")]
-    kinds += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHER_KINDS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_every_auto_class_loads_elsewhere(tmp_path, kinds):
     rows = [row for row in ARCHITECTURES for _ in kinds]
     made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()

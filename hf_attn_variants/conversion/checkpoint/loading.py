@@ -110,9 +110,8 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
         ValueError: for JSON that is something else; the message names the file.
     """
     folder = Path(source)
-    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else None
-    if names is not None and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in names):
-        raise FileNotFoundError(f"the folder {source} has no tokenizer files{advice}")
+    if folder.is_dir() and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in _file_names(folder)):
+        raise _no_tokenizer(source, advice)
     for name in TOKENIZER_OBJECTS:
         path = folder / name
         value = load_json(path, "utf-8-sig") if path.is_file() else {}
@@ -136,13 +135,20 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     if learned_tokens(tokenizer):
         return
     folder = Path(os.path.expanduser(source))
-    names = sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    if found := [name for name in names if name.endswith(TOKENIZER_FILES)]:
+    if found := [name for name in _file_names(folder) if name.endswith(TOKENIZER_FILES)]:
         raise FileNotFoundError(
             f"{os.fspath(source)} has {', '.join(found)}, and AutoTokenizer reads no word from it: a "
             f"{type(tokenizer).__name__} needs other files, or these are of another tokenizer{advice}"
         )
-    raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
+    raise _no_tokenizer(source, advice)
+
+
+def _file_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+
+
+def _no_tokenizer(source: str | os.PathLike, advice: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
 def model_of_tensors(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.head_sharing import consecutive_groups
+from ...modeling.mechanisms.head_sharing import consecutive_groups
 from ..calibration.moments import head_moments
 from ..calibration.recording import AttentionInputs
 from ..calibration_settings import Calibration

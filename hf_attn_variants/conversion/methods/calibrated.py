@@ -2,7 +2,7 @@
 
 BERT, ALBERT and T5 have no rotary positions inside the dot product, so a head is its products alone: its logits are
 x^T B_i y with B_i = W_q,i^T W_k,i, and it adds W_o,i W_v,i sum_j p_ij y_j to the output. So heads may change places,
-and the groups are those that lose least (`head_sharing`). For the g heads of a group:
+and the groups are those that lose least (`head_groups`). For the g heads of a group:
 
 - keys: the shared key head that keeps the most of the logits, in the least-squares sense over the text, spans the
   first d right singular vectors of the stacked T_i^1/2 [K_i] S^1/2, with T_i the second moment of head i's queries and
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from ...modeling.mechanisms.head_sharing import consecutive_groups
 from ..calibration.fitting import fit, rounded
-from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
+from ..calibration.head_groups import best_groups, heads_are_free, reorder_heads
 from ..calibration.moments import HeadMoments, head_moments, pseudo_inverse, square_root
 from ..calibration.output_regression import refit_output, refits_of_output
 from ..calibration.recording import AttentionInputs, attend

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from ...modeling.attention.attention_interface import OWN_FUNCTIONS, eager_attention_forward
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.mechanisms.head_sharing import consecutive_groups
 from ...modeling.mechanisms.patterns.compressed_pattern import compressing
 from ...modeling.mechanisms.talking_heads import M2L, PROJECTIONS, X2L
 from ...modeling.ops.reach import TransientGlobal
@@ -331,7 +332,8 @@ def _set_eager(function: Any) -> None:
 
 
 def _reads(heads: int, kv_heads: int) -> tuple[int, ...]:
-    return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
+    groups = consecutive_groups(heads, kv_heads)
+    return tuple(head for head, group in enumerate(groups) for _ in group) if kv_heads < heads else ()
 
 
 def _mixed(

@@ -88,7 +88,7 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
             old, new = (TalkingHeads.of(each, prefix, layer) for each in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
-            for name, pair in old.beside(new, has_bias and prefix != "cross_"):
+            for name, pair in old.kept_when_loaded(new, has_bias and prefix != "cross_"):
                 if pair[0] != pair[1]:
                     known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name

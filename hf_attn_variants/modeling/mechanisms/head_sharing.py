@@ -11,7 +11,7 @@ from typing import Any
 
 from .mechanism import Mechanism
 
-__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "key_value_field", "query_groups", "sharing_of"]
+__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "key_value_field", "sharing_of"]
 
 
 class HeadSharing(Mechanism):
@@ -28,13 +28,14 @@ class HeadSharing(Mechanism):
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, int] | None:
-        """Return the field of a place's key/value heads, and the fewest that a layer has; None: each has all."""
+        """Return the field of a place's key/value heads, and the fewest of a layer; None: it does not share so."""
         field = key_value_field(prefix)
         if not hasattr(config, field):
             return None
-        counts = [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
-        fewest = min(counts, default=getattr(config, field))  # a stack may have no layer
-        return (field, fewest) if fewest < config.query_heads(field) else None
+        counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
+        counts = counts or {getattr(config, field)}  # a stack may have no layer
+        found = sharing_of(counts, config.query_heads(field))
+        return (field, min(counts)) if found is not HeadSharing and issubclass(found, cls) else None
 
 
 class GroupedQuery(HeadSharing):
@@ -65,10 +66,10 @@ def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
     return MultiQuery if max(counts) == 1 else GroupedQuery
 
 
-def query_groups(heads: int, key_value_heads: int) -> list[range]:
-    """Return the query heads that read each key/value head, in order: neighbours share one."""
-    size = heads // key_value_heads
-    return [range(first, first + size) for first in range(0, heads, size)]
+def consecutive_groups(heads: int, count: int) -> list[list[int]]:
+    """Return the query heads that read each of `count` key/value heads: heads g*i ... g*i + g - 1 read head i."""
+    size = heads // count
+    return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
 def key_value_field(prefix: str) -> str:

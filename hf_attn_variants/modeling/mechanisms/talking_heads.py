@@ -113,7 +113,7 @@ class TalkingHeads(Mechanism):
         dynamic = tuple(_value(config, prefix, DYNAMIC, layer) or ())
         return cls(kind, softmax, output, _value(config, prefix, INIT, layer), dynamic)
 
-    def beside(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
+    def kept_when_loaded(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
         """Return what loading a checkpoint must not change: each field, with its value here and the wanted one.
 
         Args:

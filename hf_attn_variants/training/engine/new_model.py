@@ -1,12 +1,12 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...command_line import nearest_name
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
 from .config_overrides import overrides_text, read_overrides
@@ -123,9 +123,9 @@ def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_c
         if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
             if reason is None:
-                near = difflib.get_close_matches(name, default.to_dict(), n=1)
+                near = nearest_name(name, default.to_dict())
                 reason = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
-                reason += f"; did you mean {near[0]}?" if near else ""
+                reason += "" if near is None else f"; did you mean {near}?"
             raise ValueError(f"--config_overrides: {reason}")
 
 

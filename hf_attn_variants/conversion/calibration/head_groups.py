@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...modeling.mechanisms.head_sharing import consecutive_groups
 from ..grouping import HeadCounts, join_heads, split_heads
 from ..projections import AttentionTensors
 from .moments import head_moments, square_root
@@ -17,7 +18,7 @@ from .recording import AttentionInputs
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["best_groups", "consecutive_groups", "heads_are_free", "reorder_heads"]
+__all__ = ["best_groups", "heads_are_free", "reorder_heads"]
 
 # The text that the search looks at; its moments are of all heads together, which costs h times those of groups.
 SEARCH_TOKENS = 8192
@@ -26,12 +27,6 @@ RANDOM_STARTS = 16
 MAX_SEARCH_BYTES = 8 * 2**30
 
 Groups = list[list[int]]
-
-
-def consecutive_groups(heads: int, count: int) -> Groups:
-    """Return the groups as grouped-query attention lays them out: heads g*i ... g*i + g - 1 in group i."""
-    size = heads // count
-    return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
 def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:

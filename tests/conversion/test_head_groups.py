@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from hf_attn_variants.conversion.calibration.head_sharing import (
+from hf_attn_variants.conversion.calibration.head_groups import (
     _sample,
     best_groups,
-    consecutive_groups,
     reorder_heads,
 )
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
 from hf_attn_variants.conversion.grouping import HeadCounts
 from hf_attn_variants.conversion.projections import AttentionTensors
+from hf_attn_variants.modeling.mechanisms.head_sharing import consecutive_groups
 
 pytestmark = pytest.mark.cross_product
 
