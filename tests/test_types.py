@@ -74,7 +74,7 @@ def test_nothing_is_exempt_from_the_check():
     for options in (settings, *overrides):
         assert not {"ignore_errors", "disable_error_code", "follow_imports", "exclude"} & options.keys()
     ours = [name for each in overrides for name in each["module"] if name.startswith("hf_attn_variants")]
-    assert ours == ["hf_attn_variants.modeling.ops.triton_kernels"]
+    assert ours == [f"hf_attn_variants.modeling.ops.{name}_kernels" for name in ("latent", "triton")]
 
 
 def test_an_ignore_has_its_code_and_its_reason():

@@ -32,6 +32,7 @@ ROOT = HERE.parents[1]
 PARTS: dict[str, tuple[float, str]] = {
     "parity": (3, "every host against upstream, in float32, bfloat16 and float16"),
     "kernel_truth": (3, "the talking-heads kernels against the formula"),
+    "latent_kernel": (1.5, "the kernel that reads a latent once, against the formula, and its time beside torch's"),
     "kernel_settings": (1.5, "how the kernels are best launched, and where their time goes"),
     "kernel_speed": (4.5, "the same beside fused attention and the compiled formula: time and memory"),
     "decoding": (6, "T5-base and T5-large: tokens a second, memory, largest batch"),
@@ -54,6 +55,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--cells", nargs="+", default=[], help="only those whose name has one of these words")
     parser.add_argument("--minutes", type=float, default=25.0, help="for all of it, starting up included")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: to see that all of it runs")
@@ -108,6 +110,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
     output = args.output_dir / f"{part}.json"
     command = [sys.executable, str(HERE / f"{part}.py"), "--device", args.device, "--output", str(output)]
     command += ["--deadline", str(deadline - GRACE_SECONDS / 2), *(["--tiny"] if args.tiny else [])]
+    command += ["--cells", *args.cells] if args.cells else []
     folders = [str(path) for path in (ROOT, ROOT / "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

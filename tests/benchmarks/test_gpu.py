@@ -20,7 +20,9 @@ def load(monkeypatch):
 @pytest.fixture
 def part(tmp_path):
     """The arguments of a part, whose time ends in a minute."""
-    return argparse.Namespace(device="cpu", tiny=True, output=tmp_path / "part.json", deadline=time.time() + 60)
+    return argparse.Namespace(
+        device="cpu", tiny=True, cells=[], output=tmp_path / "part.json", deadline=time.time() + 60
+    )
 
 
 def cells_of(args):
@@ -41,6 +43,16 @@ def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
     assert cells_of(part)["fails"]["error"] == "ValueError: no such kernel"
     assert cells_of(part)["works"]["met"]
     assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
+
+
+def test_only_the_cells_that_are_named_run_and_the_others_later(load, part):
+    cells, calls = load("benchmarks.gpu.cells"), []
+    made = {name: lambda name=name: calls.append(name) or {} for name in ("t5, batch 1", "t5, batch 64", "bert")}
+    part.cells = ["batch 64", "bert"]
+    assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["t5, batch 64", "bert"]
+    part.cells = []
+    assert cells.run_cells(part, made) == cells.COMPLETE and calls[2:] == ["t5, batch 1"]
+    assert json.loads(part.output.read_text())["cells_in_all"] == 3
 
 
 def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):

@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_attn_variants.modeling.ops.latent_decoding import launch_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/results_gpu.md").read_text(encoding="utf-8")
@@ -15,10 +18,11 @@ REPORTS = {
 MIB = 2**20
 
 
-def table_after(heading):
-    """Return the rows of the first table below a heading, each a list of cells; the headers are left out."""
+def table_after(heading, number_of_table=0):
+    """Return the rows of a table below a heading, each a list of cells; the headers are left out."""
     lines = PAGE.split(f"\n## {heading}\n")[1].splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    starts = [index for index, line in enumerate(lines) if line.startswith("|") and not lines[index - 1]]
+    start = starts[number_of_table]
     rows = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
@@ -28,12 +32,16 @@ def table_after(heading):
 
 
 def number(cell):
-    return float(cell.replace(",", ""))
+    return float(cell.strip("*").replace(",", ""))
 
 
-@pytest.mark.parametrize("part", ["parity", "kernel_truth", "kernel_truth_before", "training_loop"])
-def test_no_cell_of_correctness_failed(part):
-    cells = REPORTS[part]["cells"].values()
+@pytest.mark.parametrize(
+    "part, word",
+    [(part, "") for part in ("parity", "kernel_truth", "kernel_truth_before", "training_loop")]
+    + [("latent_kernel", "truth"), ("long_texts", "FlexAttention")],
+)
+def test_no_cell_of_correctness_failed(part, word):
+    cells = [cell for name, cell in REPORTS[part]["cells"].items() if word in name]
     assert cells and all(cell["status"] == "done" and cell["met"] for cell in cells)
 
 
@@ -69,6 +77,40 @@ def test_the_table_of_decoding_is_the_report():
         assert [number(figure) for figure in figures] == [
             pytest.approx(value, rel=1e-3, abs=0.5) for value in found
         ], name
+
+
+def test_the_table_of_static_caches_is_what_was_printed():
+    lines = (ROOT / "benchmarks/gpu/results/decoding_static_cache.txt").read_text(encoding="utf-8").splitlines()
+    printed = r"([\d.]+) tokens/s +([\d.]+)x .* step +([\d.]+) ms .* cache +([\d.]+) MiB"
+    rows = table_after("Decoding", number_of_table=1)
+    for (_, *figures), line in zip(rows, lines, strict=True):
+        found = [float(value) for value in re.search(printed, line).groups()]
+        assert [number(figure) for figure in figures] == [pytest.approx(value, abs=0.5) for value in found]
+        assert number(figures[1]) == pytest.approx(found[1], abs=0.005)
+
+
+def test_the_table_of_one_latent_is_the_report():
+    wide = [32, 16, 4, 2, 264]
+    launches = {1024: wide, 768: wide, 512: [32, 16, 4, 3, 264], 192: [64, 16, 4, 2, 528]}
+    names = ["multi-head, fused", "latent, fused", "latent, two products"]
+    cells = REPORTS["latent_kernel"]["cells"]
+    for name, sizes, reading, *figures in table_after("One latent for all heads"):
+        width = int(number(sizes.split(" x ")[-1]))
+        cell = cells["times, " + name.removesuffix(" of 192").lower().replace("whisper base", "whisper-base")]
+        found = [cell["microseconds"][each] for each in (*names, str(launches[width]))]
+        assert number(reading) == pytest.approx(cell["reading_microseconds"], abs=0.5)
+        assert [number(figure) for figure in figures] == [pytest.approx(value, abs=0.5) for value in found]
+        latent = torch.empty(1, 1, 1, width, device="meta")
+        assert list(launch_of(latent, latent)) == launches[width]  # today's
+
+
+def test_the_table_of_long_texts_is_the_report():
+    cells, length = REPORTS["long_texts"]["cells"], None
+    for tokens, mode, *figures in table_after("Long texts"):
+        length = length if not tokens else int(number(tokens))
+        row = cells[f"attention, {length}"][mode]
+        found = [row[peer] for peer in ("sdpa", "window", "window in blocks")]
+        assert [number(figure) for figure in figures] == [pytest.approx(value, rel=5e-3) for value in found]
 
 
 def test_ratios_follow_from_the_tables():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .latent_decoding import attend_to_one_latent, one_latent_serves
 from .memory_efficient_attention import check_mask
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 
@@ -163,6 +164,8 @@ def fused_attention(
         query, mask = fold.rows(query), fold.mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
+    if fold is not None and key is value and kv_heads == 1 and one_latent_serves(query, key, mask, dropout):
+        return fold.unfolded(attend_to_one_latent(query, key, mask, scaling=scaling))
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:

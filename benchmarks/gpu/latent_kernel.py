@@ -1,0 +1,179 @@
+"""One query a head of a latent, as a decoder's step reads it: our Triton kernels, torch's, and the truth.
+
+Beside it stands multi-head attention to keys and values of every head, which reads 2 h d numbers a token where a
+latent has r. Sizes are those of cross-attention in T5-base, T5-large and Whisper base. "Reading" is the time that the
+device takes to read the latent once.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu.cells import Cells, main, relative_error
+from benchmarks.machine import read_bandwidth
+from hf_attn_variants.modeling.ops import latent_decoding
+from hf_attn_variants.modeling.ops.latent_decoding import (
+    Launch,
+    attend_to_one_latent,
+    launch_of,
+    one_latent_by_kernels,
+)
+
+HEAD_DIM = 64
+LIMITS = {"bfloat16": 1e-2, "float16": 2e-3}
+
+
+class Case(NamedTuple):
+    """Memories, rows that read each (heads times beams), heads, keys, width."""
+
+    memories: int
+    rows: int
+    heads: int
+    keys: int
+    width: int
+
+
+CASES = {
+    "t5-base, exact": Case(64, 12, 12, 2048, 768),
+    "t5-large, exact": Case(64, 16, 16, 2048, 1024),
+    "t5-base, latents": Case(256, 12, 12, 2048, 192),
+    "whisper-base, exact": Case(128, 8, 8, 1500, 512),
+    "t5-base, exact, 4 beams": Case(64, 48, 12, 2048, 768),
+    "t5-base, exact, one text": Case(1, 12, 12, 2048, 768),
+}
+BLOCKS = [(32, 16, 4, 2), (32, 16, 8, 2), (32, 16, 4, 3), (64, 16, 4, 2), (64, 16, 8, 2), (16, 16, 4, 3)]
+PROGRAMS = (264, 528, 1056)
+TRUTH = {
+    "plain": (Case(3, 12, 12, 701, 768), None),
+    "padding": (Case(3, 12, 12, 701, 768), "padding"),
+    "added": (Case(2, 16, 16, 300, 1024), "added"),
+    "beams, padding": (Case(2, 48, 12, 2048, 768), "padding"),
+    "narrow": (Case(5, 8, 8, 1500, 96), "padding"),
+    "one text": (Case(1, 12, 12, 4099, 192), None),
+}
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """Truth by case and number format; then times by case."""
+    if not latent_decoding.covers_device(torch.empty(0, device=args.device).device):
+        return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
+    cells: Cells = {}
+    for name, (case, mask) in TRUTH.items():
+        for dtype in LIMITS if args.device == "cuda" else ("float16",):
+            cells[f"truth, {name}, {dtype}"] = lambda case=case, mask=mask, dtype=dtype: truth(case, mask, dtype, args)
+    if args.device == "cuda":
+        cells["truth, in a CUDA graph"] = in_a_graph
+    for name, case in CASES.items() if args.device == "cuda" else ():
+        cells[f"times, {name}"] = lambda case=case: times(case)
+    return cells
+
+
+def make_inputs(case: Case, dtype: str, device: str) -> tuple[Tensor, Tensor]:
+    """Return queries [b, 1, n, r] and a latent [b, 1, m, r]; the logits differ as a trained model's do."""
+    query = 3 * torch.randn(case.memories, 1, case.rows, case.width, device=device)
+    latent = torch.randn(case.memories, 1, case.keys, case.width, device=device)
+    return query.to(getattr(torch, dtype)), latent.to(getattr(torch, dtype))
+
+
+def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the error against the formula in float64."""
+    case = case._replace(keys=35, width=min(case.width, 48)) if args.tiny else case
+    query, latent = make_inputs(case, dtype, args.device)
+    mask, added = None, torch.zeros((), dtype=torch.float64, device=args.device)
+    if kind == "padding":
+        lengths = torch.tensor([case.keys - 7 * i for i in range(case.memories)], device=args.device)
+        mask = (torch.arange(case.keys, device=args.device) < lengths[:, None])[:, None, None]
+        added = torch.zeros(mask.shape, dtype=torch.float64, device=args.device).masked_fill(~mask, -torch.inf)
+    elif kind == "added":
+        mask = torch.randn(case.memories, 1, case.rows, case.keys, device=args.device).to(query.dtype)
+        added = mask.double()
+    scaling = case.width**-0.5
+    logits = query.double() @ latent.double().mT * scaling + added
+    want = logits.softmax(-1) @ latent.double()
+    error = relative_error(attend_to_one_latent(query, latent, mask, scaling=scaling), want)
+    return {"error": error, "met": error <= LIMITS[dtype]}
+
+
+def in_a_graph() -> dict[str, Any]:
+    """Return the largest error of replays of a compiled call, each with other numbers."""
+    torch._dynamo.reset()
+    case, scaling, errors = TRUTH["plain"][0], 0.05, []
+    compiled = torch.compile(lambda *call: attend_to_one_latent(*call, scaling=scaling), mode="reduce-overhead")
+    for _ in range(5):
+        query, latent = make_inputs(case, "bfloat16", "cuda")
+        want = (query.double() @ latent.double().mT * scaling).softmax(-1) @ latent.double()
+        errors.append(relative_error(compiled(query, latent), want))
+    return {"errors": errors, "met": max(errors) <= LIMITS["bfloat16"]}
+
+
+def by_products(query: Tensor, latent: Tensor, scaling: float) -> Tensor:
+    """Return what two products and a softmax make."""
+    weights = torch.softmax((query * scaling) @ latent.mT, -1, dtype=torch.float32)
+    return weights.to(latent.dtype) @ latent
+
+
+def times(case: Case) -> dict[str, Any]:
+    """Return microseconds by way, failures, and those of reading the latent once.
+
+    Replays of a CUDA graph are timed, as of a compiled step; "launching" is what Python takes to launch ours.
+    """
+    query, latent = make_inputs(case, "bfloat16", "cuda")
+    scaling = case.width**-0.5
+    beams = case.rows // case.heads
+    own = torch.randn(case.memories * beams, case.heads, 1, HEAD_DIM, device="cuda", dtype=query.dtype)
+    keys, values = (
+        torch.randn(case.memories * beams, case.heads, case.keys, HEAD_DIM, device="cuda", dtype=query.dtype)
+        for _ in "kv"
+    )
+    ways: dict[str, Callable[[], Tensor]] = {
+        "multi-head, fused": lambda: scaled_dot_product_attention(own, keys, values),
+        "latent, fused": lambda: scaled_dot_product_attention(query, latent, latent, scale=scaling),
+        "latent, two products": lambda: by_products(query, latent, scaling),
+        "latent, ours": lambda: attend_to_one_latent(query, latent, scaling=scaling),
+    }
+    row: dict[str, Any] = {"microseconds": {}, "failures": {}, "chosen": list(launch_of(query, latent))}
+    for name, way in ways.items():
+        measure(name, way, row)
+    for block in BLOCKS:
+        launch = Launch(*block, 264)
+        measure(str(list(launch)), partial(one_latent_by_kernels, query, latent, None, scaling, launch), row)
+    launches = {name: time for name, time in row["microseconds"].items() if name.startswith("[")}
+    if launches:
+        best = json.loads(min(launches, key=lambda name: launches[name]))
+        for programs in PROGRAMS:
+            launch = Launch(*best[:-1], programs)
+            measure(str(list(launch)), partial(one_latent_by_kernels, query, latent, None, scaling, launch), row)
+    row["reading_microseconds"] = 1e6 * latent.numel() * latent.element_size() / read_bandwidth("cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(20):
+        attend_to_one_latent(query[:1, :, :, :], latent[:1, :, :64], scaling=scaling)
+    row["launching_microseconds"] = 1e6 * (time.perf_counter() - start) / 20
+    return row
+
+
+def measure(name: str, way: Callable[[], Tensor], row: dict[str, Any]) -> None:
+    """Put the median of a way's replays into the row, or why there is none."""
+    from triton.testing import do_bench_cudagraph
+
+    if name in row["microseconds"]:
+        return
+    try:
+        way()  # compiled, and tried
+        with torch.cuda.stream(torch.cuda.Stream()):
+            row["microseconds"][name] = 1e3 * do_bench_cudagraph(way, rep=20, return_mode="median")
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise
+        row["failures"][name] = f"{type(error).__name__}: {error}"[:300]
+
+
+if __name__ == "__main__":
+    main(make_cells)

@@ -1,0 +1,233 @@
+"""Few queries of a latent on a GPU, each block of it read once: by Triton kernels, where they have proved themselves.
+
+In the absorbed form of `latent_attention` a step of a decoder reads one latent [b, 1, m, r], which is key and value of
+all heads. Torch's fused kernels on CUDA read it twice, and slowly where r > 256: up to three times as long as
+multi-head attention's keys and values take (docs/results_gpu.md). Letters as in `softmax_attention`; the n rows here
+are those of all heads and beams.
+
+As in `backend_choice` nothing is taken on trust: before a kind of call goes to the kernels for the first time, they
+compute a small one, which must agree with the formula in float32 on the CPU. Where they fail, or disagree, that kind
+of call stays with torch's for the life of the process, and a warning says so.
+
+Sources: arXiv 2405.04434, section 2.1.2 (the absorbed form); those of `latent_kernels`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.utils import logging
+
+from .backend_choice import failure, largest_error, wrong_numbers
+from .latent_kernels import combine_kernel, partial_kernel, triton
+from .memory_efficient_attention import NAMESPACE
+from .query_folding import is_exporting
+from .triton_attention import covers_device
+
+__all__ = ["Launch", "attend_to_one_latent", "launch_of", "one_latent_by_kernels", "one_latent_serves"]
+
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
+# Measured on Hopper, whose matrix units read their factors from shared memory: older ones would spill registers.
+LEAST_CAPABILITY = (9, 0)
+# Outside a compiled graph Python takes longer to launch two kernels of Triton's than one of torch's. That is worth it
+# from so many bytes on, which take as long to read.
+LEAST_BYTES = 2**29
+LOG2_E = 1.4426950408889634
+NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+
+
+class Launch(NamedTuple):
+    """How the first kernel is launched: keys of a block, rows of a program, warps, stages, most programs."""
+
+    block: int
+    rows: int
+    warps: int
+    stages: int
+    programs: int
+
+
+class _Kind(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    rows: int
+    mask: torch.dtype | None
+    has_mask_of_rows: bool
+    in_parts: bool
+
+
+_agreed: dict[_Kind, bool] = {}
+
+
+def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Say whether the kernels are to serve a call, if they agree; never raises.
+
+    Args:
+        query: [b, 1, n, r].
+        latent: c [b, 1, m, r].
+        mask: as in `attend_to_one_latent`.
+        dropout: the probability that a weight is dropped.
+    """
+    if triton is None or dropout or is_exporting() or torch.jit.is_tracing() or not _is_measured(query.device):
+        return False
+    if query.dtype not in DTYPES or latent.dtype != query.dtype or latent.device != query.device:
+        return False
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (query, latent, mask) if each is not None):
+        return False
+    if query.shape[2] > MOST_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
+        return False
+    # A compiled step is most often the content of a CUDA graph, which no launch holds up.
+    return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= LEAST_BYTES
+
+
+@torch.compiler.assume_constant_result
+def _is_measured(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return covers_device(device)
+    return covers_device(device) and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = None, *, scaling: float) -> Tensor:
+    """Attend to a latent that is key and value of all rows; not differentiable.
+
+    Args:
+        query: [b, 1, n, r], the rows of all heads and beams that read one memory.
+        latent: c [b, 1, m, r].
+        mask: boolean (True = attend) or additive, broadcastable to [b, 1, n, m]. A row that may attend to nothing gets
+            zeros.
+        scaling: the factor of the dot products.
+
+    Returns:
+        The outputs [b, 1, n, r].
+    """
+    if torch.compiler.is_compiling():
+        return _op(query, latent, mask, scaling)
+    return _attend(query, latent, mask, scaling)
+
+
+def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    launch = launch_of(query, latent)
+    kind = _Kind(
+        device=query.device,
+        dtype=query.dtype,
+        width=query.shape[-1],
+        rows=query.shape[2],
+        mask=None if mask is None else mask.dtype,
+        has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
+        in_parts=_parts(query, latent, launch)[0] > 1,
+    )
+    if kind not in _agreed and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        reason = _disagreement(kind, launch)
+        _agreed[kind] = reason is None
+        if reason is not None:
+            logger.warning(
+                f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is "
+                f"computed by torch's kernels, which are slower: {reason}."
+            )
+    if _agreed.get(kind, False):
+        return one_latent_by_kernels(query, latent, mask, scaling, launch)
+    return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
+
+
+def launch_of(query: Tensor, latent: Tensor) -> Launch:
+    """Return how the kernels are launched for these inputs; chosen on an H200 (benchmarks/gpu/latent_kernel.py)."""
+    if latent.shape[-1] <= 256:
+        return Launch(block=64, rows=16, warps=4, stages=2, programs=528)
+    return Launch(block=32, rows=16, warps=4, stages=3 if latent.shape[-1] <= 640 else 2, programs=264)
+
+
+def _parts(query: Tensor, latent: Tensor, launch: Launch) -> tuple[int, int]:
+    """Return the parts in which a memory is read, and the keys of a part, whole blocks."""
+    programs = query.shape[0] * -(-query.shape[2] // launch.rows)
+    blocks = -(-latent.shape[2] // launch.block)
+    parts = max(1, min(launch.programs // programs, blocks))
+    keys = -(-blocks // parts) * launch.block
+    return -(-latent.shape[2] // keys), keys
+
+
+def _row_stride(mask: Tensor) -> int:
+    return mask.stride(2) if mask.shape[2] > 1 else 0
+
+
+def one_latent_by_kernels(
+    query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float, launch: Launch
+) -> Tensor:
+    """Return what `attend_to_one_latent` does, by the kernels, launched as asked."""
+    (batches, _, rows, width), length = query.shape, latent.shape[2]
+    first = 1 << (width.bit_length() - 1)
+    second = max(16, triton.next_power_of_2(width - first))
+    parts, keys_of_part = _parts(query, latent, launch)
+    query, latent = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, latent))
+    output = torch.empty((batches, 1, rows, width), dtype=query.dtype, device=query.device)
+    found, sums = output, output
+    if parts > 1:
+        found = torch.empty((batches, parts, rows, width), dtype=torch.float32, device=query.device)
+        sums = torch.empty((batches, parts, rows), dtype=torch.float32, device=query.device)
+    mask_kind, mask_strides = NO_MASK, (0, 0, 0)
+    if mask is not None:
+        mask_kind = BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
+        steps = mask.expand(batches, 1, rows, length).stride()
+        mask_strides = (steps[0], _row_stride(mask), steps[3])
+    partial_kernel[(batches, parts, -(-rows // launch.rows))](
+        query, latent, query if mask is None else mask, found, sums,
+        scaling * LOG2_E, rows, length, keys_of_part, parts,
+        query.stride(0), query.stride(2), latent.stride(0), latent.stride(2), *mask_strides,
+        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=mask_kind,
+        MASK_OF_ROWS=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if parts > 1:
+        sizes = {"COLUMNS": triton.next_power_of_2(width), "MOST_PARTS": triton.next_power_of_2(parts)}
+        combine_kernel[(batches, rows)](found, sums, output, rows, parts, WIDTH=width, **sizes)
+    return output
+
+
+def _disagreement(kind: _Kind, launch: Launch) -> str | None:
+    """Compute a small call of this kind by the kernels and by the formula; return what is wrong with them, or None."""
+    # A generator of its own: trying the kernels must not move the random numbers of who calls.
+    generator = torch.Generator(kind.device).manual_seed(0)
+    length = 5 * launch.block - 3  # the last block is not a whole one
+    launch = launch._replace(programs=launch.programs if kind.in_parts else 1)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=kind.device)
+
+    try:
+        query, latent = new(2, 1, kind.rows, kind.width).to(kind.dtype), new(2, 1, length, kind.width).to(kind.dtype)
+        mask, added, scaling = None, torch.zeros(()), kind.width**-0.5
+        if kind.mask is not None:
+            mask = new(2, 1, kind.rows if kind.has_mask_of_rows else 1, length)
+            mask = mask > -1 if kind.mask == torch.bool else mask.to(kind.mask)
+            # Of the block that comes first nothing may be read.
+            left_out = False if kind.mask == torch.bool else -torch.inf
+            mask = mask.index_fill(3, torch.arange(launch.block, device=kind.device), left_out)
+            there = mask.cpu()
+            added = there.float() if kind.mask != torch.bool else torch.where(there, 0.0, -torch.inf)
+        found = one_latent_by_kernels(query, latent, mask, scaling, launch)
+        exact, memory = query.cpu().float(), latent.cpu().float()
+        expected = torch.softmax(exact @ memory.mT * scaling + added, -1) @ memory
+        errors = {"output": largest_error(found.transpose(1, 2), expected.transpose(1, 2), "output")}
+    except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
+        return failure("the Triton kernels", error)
+    return wrong_numbers("the Triton kernels", errors, kind.dtype)
+
+
+def _attend_fake(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+# Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
+_op: Any = getattr(getattr(torch.ops, NAMESPACE), "attend_to_one_latent", None)
+if _op is None:
+    _op = torch.library.custom_op(
+        f"{NAMESPACE}::attend_to_one_latent",
+        _attend,
+        mutates_args=(),
+        schema="(Tensor query, Tensor latent, Tensor? mask, float scaling) -> Tensor",
+    )
+    _op.register_fake(_attend_fake)

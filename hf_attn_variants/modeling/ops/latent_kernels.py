@@ -1,0 +1,124 @@
+"""Two Triton kernels of attention whose keys and values are one latent: it is read once, for all heads.
+
+    partial_kernel    a program reads a part of one memory, for up to a block of rows, block after block of keys
+    combine_kernel    the parts of a row, weighted by their sums of exponentials
+
+A block of keys stands in shared memory and is a factor of both products. Their long side, 64 keys and then the
+latent's width, is the one that the matrix units of Hopper take from there; rows, which are few, are the short one. The
+width is two powers of two, as 768 = 512 + 256: one would fill up a quarter of them with zeros. Letters as in
+`softmax_attention`, c the keys of a block, w a width. Without Triton the kernels are None.
+
+Sources: arXiv 2205.14135 (blocks of keys, one after another); "Flash-Decoding for long-context inference" (Stanford
+CRFM, 2023: parts of the keys side by side).
+"""
+
+from typing import Any
+
+partial_kernel: Any
+combine_kernel: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the package and its Hub repositories must load without a GPU
+    triton = partial_kernel = combine_kernel = None
+
+__all__ = ["combine_kernel", "partial_kernel", "triton"]
+
+# Numbers that change from call to call: compiled for any.
+ANY_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
+
+if triton is not None:
+
+    @triton.jit
+    def _read_rows(at, stride, rows, end, columns, WIDTH: tl.constexpr):
+        """Load [rows, w] of a matrix whose rows are `stride` apart; zeros beyond the row `end` and the width."""
+        inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
+        return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+    @triton.jit(do_not_specialize=ANY_NUMBER)
+    def partial_kernel(
+        query_ptr, latent_ptr, mask_ptr, output_ptr, sums_ptr,
+        scale, rows, length, keys_of_part, parts,
+        query_stride_b, query_stride_r, latent_stride_b, latent_stride_m,
+        mask_stride_b, mask_stride_r, mask_stride_m,
+        WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr, IN_PARTS: tl.constexpr,
+    ):  # fmt: skip
+        """Attend to a part of a memory; programs: memory, part, block of rows.
+
+        Writes the part's outputs [b, parts, rows, w], and log2 of its sums of exponentials [b, parts, rows].
+        """
+        batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        offs_r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        first, second = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+        query_at, latent_at = query_ptr + batch * query_stride_b, latent_ptr + batch * latent_stride_b
+        query = tl.trans(_read_rows(query_at, query_stride_r, offs_r, rows, first, WIDTH))  # [w, r]
+        dtype = query.dtype
+        output = tl.zeros([FIRST, ROWS], tl.float32)
+        if WIDTH > FIRST:
+            query_2 = tl.trans(_read_rows(query_at, query_stride_r, offs_r, rows, second, WIDTH))
+            output_2 = tl.zeros([SECOND, ROWS], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        begin = part * keys_of_part
+        end = tl.minimum(begin + keys_of_part, length)
+        for start in range(begin, end, BLOCK):
+            keys = start + tl.arange(0, BLOCK)
+            block = _read_rows(latent_at, latent_stride_m, keys, end, first, WIDTH)  # [c, w]
+            logits = tl.dot(block, query)  # [c, r]
+            if WIDTH > FIRST:
+                block_2 = _read_rows(latent_at, latent_stride_m, keys, end, second, WIDTH)
+                logits = tl.dot(block_2, query_2, logits)
+            logits = logits * scale
+            inside = (keys < end)[:, None]
+            if MASK > 0:
+                at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
+                if MASK_OF_ROWS:
+                    at += offs_r[None, :] * mask_stride_r
+                    mask = tl.load(at, mask=inside & (offs_r < rows)[None, :], other=0)
+                else:
+                    mask = tl.load(at, mask=inside, other=0)
+            if MASK == 1:
+                inside = inside & (mask != 0)
+            if MASK == 2:
+                logits += mask.to(tl.float32) * 1.4426950408889634
+            logits = tl.where(inside, logits, float("-inf"))
+            new_top = tl.maximum(top, tl.max(logits, 0))
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has read nothing yet
+            factor = tl.exp2(top - safe)
+            weights = tl.exp2(logits - safe[None, :])
+            total = total * factor + tl.sum(weights, 0)
+            weights = weights.to(dtype)
+            output = tl.dot(tl.trans(block), weights, output * factor[None, :])  # [w, r]
+            if WIDTH > FIRST:
+                output_2 = tl.dot(tl.trans(block_2), weights, output_2 * factor[None, :])
+            top = new_top
+        share = 1.0 / tl.where(total == 0.0, 1.0, total)[None, :]
+        at = (batch * parts + part) * rows + offs_r
+        output_at = output_ptr + at[None, :] * WIDTH
+        written = (offs_r < rows)[None, :]
+        tl.store(output_at + first[:, None], output * share, mask=written & (first < WIDTH)[:, None])
+        if WIDTH > FIRST:
+            tl.store(output_at + second[:, None], output_2 * share, mask=written & (second < WIDTH)[:, None])
+        if IN_PARTS:
+            tl.store(sums_ptr + at, top + tl.log2(total), mask=offs_r < rows)
+
+    @triton.jit(do_not_specialize=["rows", "parts"])
+    def combine_kernel(
+        part_ptr, sums_ptr, output_ptr, rows, parts,
+        WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MOST_PARTS: tl.constexpr,
+    ):  # fmt: skip
+        """Sum the parts of a row; programs: memory, row."""
+        batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        offs_p, columns = tl.arange(0, MOST_PARTS), tl.arange(0, COLUMNS)
+        sums = tl.load(sums_ptr + (batch * parts + offs_p) * rows + row, mask=offs_p < parts, other=float("-inf"))
+        top = tl.max(sums, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(sums - top), 0)
+        total = tl.where(total == 0.0, 1.0, total)
+        output = tl.zeros([COLUMNS], tl.float32)
+        for part in range(parts):
+            at = (batch * parts + part) * rows + row
+            weight = tl.exp2(tl.load(sums_ptr + at) - top) / total
+            output += weight * tl.load(part_ptr + at * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        tl.store(output_ptr + (batch * rows + row) * WIDTH + columns, output, mask=columns < WIDTH)

@@ -1,0 +1,169 @@
+"""The kernels that read a latent once: against the formula, when they serve, and a decoder's compiled step by them.
+
+They run on a GPU, or in Triton's interpreter, which needs another process: the variable that asks for it is read when
+Triton is imported. Its products of bfloat16 are wrong, so float16 stands for half precision.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.talking_heads_calls import CUDA, INTERPRETED, needs_triton
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from hf_attn_variants.modeling.ops import latent_decoding
+from hf_attn_variants.modeling.ops.latent_decoding import (
+    Launch,
+    attend_to_one_latent,
+    one_latent_by_kernels,
+    one_latent_serves,
+)
+
+DEVICE = "cuda" if CUDA else "cpu"
+# Memories, rows, keys, width: one power of two, two of them, one that has zeros beside it; rows in two blocks.
+SIZES = [(2, 12, 90, 48), (1, 20, 70, 96), (3, 8, 64, 32), (2, 3, 33, 24)]
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def nothing_agreed_yet(monkeypatch):
+    monkeypatch.setattr(latent_decoding, "_agreed", {})
+
+
+def make_inputs(memories=2, rows=4, keys=40, width=32):
+    query, latent = torch.randn(memories, 1, rows, width), torch.randn(memories, 1, keys, width)
+    return query.to(DEVICE, torch.float16), latent.to(DEVICE, torch.float16)
+
+
+def make_mask(kind, query, latent):
+    memories, _, rows, _ = query.shape
+    shape = (memories, 1, rows, latent.shape[2])
+    if kind == "padding":
+        return (torch.arange(shape[-1]) < torch.tensor([[shape[-1] - 20 * i] for i in range(memories)]))[
+            :, None, None
+        ].to(DEVICE)
+    if kind == "rows":
+        mask = torch.rand(shape) > 0.3
+        mask[0, :, 1], mask[:, :, 0, :32] = False, False  # a row that reads nothing, and one no key of the first part
+        return mask.to(DEVICE)
+    if kind == "additive":
+        return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf).to(DEVICE, torch.float16)
+    return None
+
+
+def formula(query, latent, mask, scaling):
+    logits = query.double() @ latent.double().mT * scaling
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
+    return logits.softmax(-1).nan_to_num(0.0) @ latent.double()
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 64], ids=["one part", "parts"])
+@pytest.mark.parametrize("kind", [None, "padding", "rows", "additive"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_triton_kernels_are_the_formula(sizes, kind, programs):
+    query, latent = make_inputs(*sizes)
+    mask, scaling = make_mask(kind, query, latent), sizes[-1] ** -0.5
+    found = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
+    torch.testing.assert_close(found.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
+
+
+@needs_triton
+def test_triton_kernels_read_queries_and_latents_that_are_views():
+    query, latent = make_inputs()
+    query_view, latent_view = query.transpose(0, 2).contiguous().transpose(0, 2), latent.mT.contiguous().mT
+    expected = attend_to_one_latent(query, latent, scaling=0.2)
+    assert torch.equal(attend_to_one_latent(query_view, latent_view, scaling=0.2), expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", ["raises", "is wrong", "is not a number"])
+def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypatch, fault):
+    kernels, warnings = latent_decoding.one_latent_by_kernels, []
+
+    def faulty(*call):
+        if fault == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        return kernels(*call) * (1.5 if fault == "is wrong" else torch.nan)
+
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty)
+    monkeypatch.setattr(latent_decoding.logger, "warning", warnings.append)
+    query, latent = make_inputs()
+    expected = scaled_dot_product_attention(query, latent, latent, scale=0.2)
+    for _ in range(2):
+        assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected)
+    assert len(warnings) == 1 and "is computed by torch's kernels, which are slower" in warnings[0]
+    assert ("out of resource" if fault == "raises" else "gave other numbers") in warnings[0]
+
+
+@needs_triton
+def test_a_trial_of_the_triton_kernels_moves_no_random_numbers():
+    torch.manual_seed(0)
+    expected = torch.rand(3, device=DEVICE)
+    torch.manual_seed(0)
+    query, latent = (torch.ones(1, 1, size, 32, device=DEVICE, dtype=torch.float16) for size in (4, 40))
+    attend_to_one_latent(query, latent, scaling=0.2)
+    assert latent_decoding._agreed and torch.equal(torch.rand(3, device=DEVICE), expected)
+
+
+@needs_triton
+def test_what_the_triton_kernels_serve(monkeypatch):
+    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
+    query, latent = make_inputs()
+    assert one_latent_serves(query, latent, None, 0.0)
+    assert not one_latent_serves(query, latent, None, 0.1)
+    assert not one_latent_serves(query.float(), latent.float(), None, 0.0)
+    assert not one_latent_serves(query.clone().requires_grad_(), latent, None, 0.0)
+    with torch.no_grad():
+        assert one_latent_serves(query.clone().requires_grad_(), latent, None, 0.0)
+    assert not one_latent_serves(*make_inputs(rows=17), None, 0.0)
+    assert not one_latent_serves(*make_inputs(width=8), None, 0.0)
+    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", latent.numel() * 2 + 1)
+    assert not one_latent_serves(query, latent, None, 0.0)  # a launch would take longer than the reading
+
+
+@needs_triton
+@pytest.mark.parametrize("rank", [64, 16], ids=["exact", "latents"])
+def test_a_compiled_step_reads_the_latent_by_triton_kernels_and_says_the_same(monkeypatch, rank):
+    kernels, calls = latent_decoding.one_latent_by_kernels, []
+    monkeypatch.setattr(
+        latent_decoding, "one_latent_by_kernels", lambda *call: [calls.append(call), kernels(*call)][1]
+    )
+    config = AutoConfig.for_model("attn_variant_t5", **T5, decoder_start_token_id=0, cross_kv_lora_rank=rank)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval().to(DEVICE, torch.float16)
+    ids = torch.randint(2, 60, (2, 9), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    call = {"encoder_outputs": model.get_encoder()(ids, mask), "attention_mask": mask}
+    call["decoder_input_ids"] = torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
+    with torch.no_grad():
+        expected = model(**call).logits
+        assert not calls  # so short a source is not worth the launches
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**call).logits, expected, rtol=2e-2, atol=2e-2)
+    assert len(calls) == 3  # a trial, and two layers
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_triton_through_its_interpreter():
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "passed" in run.stdout
+
+
+def test_without_a_gpu_torch_computes():
+    query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))
+    if not INTERPRETED:
+        assert not one_latent_serves(query, latent, None, 0.0)
