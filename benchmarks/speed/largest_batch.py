@@ -1,8 +1,8 @@
 """How many texts an engine can serve at once in a given memory: its peak is measured, nothing is estimated.
 
-Each trial is a process with the engine alone, its libraries included, and glibc as it is. The batch doubles until the
-peak is above the memory; then the interval is halved to a thirtieth, for peaks of one batch differ by as much. Random
-weights: memory does not depend on them.
+Each trial is a process with the engine alone, its libraries included, and glibc as it is. The batch grows until the
+peak is above the memory; then the interval is narrowed to a thirtieth, for peaks of one batch differ by as much.
+Random weights: memory does not depend on them.
 
 Example:
     python -m benchmarks.speed.largest_batch --shape t5-small --source_length 1024 --num_beams 4 --memory_gib 4
@@ -59,14 +59,26 @@ def largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[in
         peaks[batch] = peak(batch)
         return peaks[batch] <= memory
 
-    fitting, tried = 0, 1
-    while fits(tried):
-        fitting, tried = tried, 2 * tried
-    too_many = tried
-    while too_many - fitting > max(1, fitting // CLOSE):
-        middle = (fitting + too_many) // 2
-        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    fitting, too_many, tried = 0, None, 1
+    while too_many is None or too_many - fitting > max(1, fitting // CLOSE):
+        fitting, too_many = (tried, too_many) if fits(tried) else (fitting, tried)
+        tried = next_batch(peaks, memory, fitting, too_many)
     return fitting, peaks
+
+
+def next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: int | None) -> int:
+    """Return the batch to try: where a line through the peaks nearest to the memory meets it, and not one step more.
+
+    A peak grows with the batch nearly as a line does, so that a few trials find the end of the interval.
+    """
+    most = max(1, 4 * fitting) if too_many is None else too_many - 1
+    nearest = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))[:2]
+    if len(nearest) < 2 or peaks[nearest[0]] == peaks[nearest[1]]:
+        return most
+    slope = (peaks[nearest[1]] - peaks[nearest[0]]) / (nearest[1] - nearest[0])
+    met = int(nearest[0] + (memory - peaks[nearest[0]]) / slope)
+    # A batch that is known to fit is followed by the one that shows whether it is the end.
+    return min(most, max(fitting + max(1, fitting // CLOSE), met))
 
 
 def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
