@@ -89,18 +89,19 @@ def with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[
 
 @torch.no_grad()
 def peak_bytes(model: Any, settings: argparse.Namespace, batch: int, source: int) -> int | None:
-    """Return the bytes that decoding a batch adds at its peak, the encoder's outputs among them; None: too many.
+    """Return the bytes of decoding a batch at its peak, the encoder's outputs among them; None: too many.
 
     A CPU's are not known: 0.
     """
     few = argparse.Namespace(**vars(settings) | {"max_new_tokens": TRIED})
     on_cuda = settings.device == "cuda"
-    if on_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if on_cuda else 0
     try:
-        decode.decode(model, *decode.source_of(model, few, batch, source), few)
+        given = decode.source_of(model, few, batch, source)
+        if on_cuda:  # what making them took is not decoding's
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        decode.decode(model, *given, few)
         synchronize(settings.device)
     except torch.OutOfMemoryError:
         return None

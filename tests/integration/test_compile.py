@@ -3,10 +3,13 @@
 The backend "eager" runs the captured graph as it is: what is tested is the capture, and no C++ compiler is needed.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5
 from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
 pytestmark = pytest.mark.cross_product
 
@@ -50,3 +53,30 @@ def test_t5_decodes_with_a_static_cache_without_compiling_each_step_anew(variant
     assert 2 <= graphs <= 4 and not counters["graph_break"]
     assert torch.equal(model.generate(**batch, **options), expected)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "talking": {"talking_heads": "both"},
+    "exact": {"cross_kv_lora_rank": 40},
+    "latents": {"cross_kv_lora_rank": 16, "kv_lora_rank": 16},
+}
+
+
+@pytest.mark.parametrize("fields", STEPS.values(), ids=STEPS)
+@torch.no_grad()
+def test_generate_compiles_a_step_that_serves_every_batch(fields):
+    """On a GPU it does so by itself, and a break ends the CUDA graph. By the second batch sizes become symbols."""
+    model = T5.model("T5ForConditionalGeneration", **fields)
+    model.generation_config.eos_token_id = None
+    compiling = CompileConfig(fullgraph=True, backend="eager")
+    compiling._compile_all_devices = True  # as transformers' own tests ask for it on a CPU
+    for batch, length in ((2, 6), (3, 9), (1, 5)):
+        ids = torch.randint(5, 40, (batch, length))
+        options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+        expected = model.generate(**options)
+        found = model.generate(**options, cache_implementation="static", compile_config=compiling)
+        assert torch.equal(found, expected), batch
+        assert counters["stats"]["unique_graphs"] and not counters["graph_break"]

@@ -23,6 +23,7 @@ from hf_attn_variants.modeling.ops.latent_decoding import (
     one_latent_by_kernels,
     one_latent_serves,
 )
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 DEVICE = "cuda" if CUDA else "cpu"
 # Memories, rows, keys, width: one power of two, two of them, one that has zeros beside it; rows in two blocks.
@@ -75,6 +76,18 @@ def test_the_triton_kernels_are_the_formula(sizes, kind, programs):
 
 
 @needs_triton
+@pytest.mark.parametrize("programs", [1, 64], ids=["one part", "parts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_whose_mask_is_the_lowest_number_weighs_all_keys_alike_by_triton(dtype, programs):
+    query, latent = make_inputs()
+    mask = torch.zeros(2, 1, 4, 40, device=DEVICE, dtype=dtype)
+    mask[0, :, 1], mask[1, :, 2, :30] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    found = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
+    expected = attention_with_weights(query.float(), latent.float(), latent.float(), mask.float(), scaling=0.2)[0]
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
+
+
+@needs_triton
 def test_triton_kernels_read_queries_and_latents_that_are_views():
     query, latent = make_inputs()
     query_view, latent_view = query.transpose(0, 2).contiguous().transpose(0, 2), latent.mT.contiguous().mT
@@ -82,24 +95,70 @@ def test_triton_kernels_read_queries_and_latents_that_are_views():
     assert torch.equal(attend_to_one_latent(query_view, latent_view, scaling=0.2), expected)
 
 
-@needs_triton
-@pytest.mark.parametrize("fault", ["raises", "is wrong", "is not a number"])
-def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypatch, fault):
-    kernels, warnings = latent_decoding.one_latent_by_kernels, []
+def faulty_kernels(fault):
+    """Return what a broken kernel would compute."""
 
-    def faulty(*call):
+    def compute(query, latent, mask, scaling, launch):
         if fault == "raises":
             raise RuntimeError("out of resource: shared memory")
-        return kernels(*call) * (1.5 if fault == "is wrong" else torch.nan)
+        if fault == "keys beyond the end":
+            latent = torch.nn.functional.pad(latent, (0, 0, 0, 3))
+            mask = mask if mask is None else torch.nn.functional.pad(mask, (0, 3), value=mask.dtype == torch.bool)
+        if fault == "no last key":
+            latent, mask = latent[:, :, :-1], mask if mask is None else mask[..., :-1]
+        if fault == "one block of a part":
+            keys = latent_decoding._parts(query, latent, launch)[1]
+            first = torch.arange(latent.shape[2], device=latent.device) % keys < launch.block
+            latent, mask = latent[:, :, first], mask if mask is None else mask[..., first]
+        output = formula(query, latent, mask, scaling * (1.05 if fault == "scaling" else 1)).to(query.dtype)
+        return output * (torch.nan if fault == "is not a number" else 1)
 
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty)
+    return compute
+
+
+FAULTS = ["raises", "is not a number", "keys beyond the end", "no last key", "one block of a part", "scaling"]
+
+
+@needs_triton
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("memories", [2, 1000], ids=["parts", "one part"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypatch, fault, memories, masked):
+    if fault == "one block of a part" and memories > 2:
+        pytest.skip("that part is all")
+    warnings = []
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(fault))
     monkeypatch.setattr(latent_decoding.logger, "warning", warnings.append)
-    query, latent = make_inputs()
-    expected = scaled_dot_product_attention(query, latent, latent, scale=0.2)
+    query, latent = make_inputs(memories, keys=100)
+    mask = torch.ones(memories, 1, 1, 100, dtype=torch.bool, device=DEVICE) if masked else None
+    expected = scaled_dot_product_attention(query, latent, latent, mask, scale=0.2)
     for _ in range(2):
-        assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected)
+        assert torch.equal(attend_to_one_latent(query, latent, mask, scaling=0.2), expected)
     assert len(warnings) == 1 and "is computed by torch's kernels, which are slower" in warnings[0]
     assert ("out of resource" if fault == "raises" else "gave other numbers") in warnings[0]
+
+
+@needs_triton
+def test_what_triton_makes_exactly_agrees(monkeypatch):
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(None))
+    for dtype in (torch.float16, torch.bfloat16):  # with its rounding
+        for memories in (2, 1000):
+            query, latent = (each.to(dtype) for each in make_inputs(memories, keys=100))
+            attend_to_one_latent(query, latent, scaling=0.2)
+    assert list(latent_decoding._agreed.values()) == [True] * 4
+
+
+@needs_triton
+def test_a_call_that_only_fails_later_is_computed_by_torch_where_triton_is_not(monkeypatch):
+    kernels, warnings = latent_decoding.one_latent_by_kernels, []
+    monkeypatch.setattr(latent_decoding.logger, "warning", warnings.append)
+    query, latent = make_inputs()
+    attend_to_one_latent(query, latent, scaling=0.2)
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels("raises"))
+    expected = scaled_dot_product_attention(query, latent, latent, scale=0.2)
+    assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected) and len(warnings) == 1
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", kernels)
+    assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected) and len(warnings) == 1
 
 
 @needs_triton
@@ -124,6 +183,9 @@ def test_what_the_triton_kernels_serve(monkeypatch):
         assert one_latent_serves(query.clone().requires_grad_(), latent, None, 0.0)
     assert not one_latent_serves(*make_inputs(rows=17), None, 0.0)
     assert not one_latent_serves(*make_inputs(width=8), None, 0.0)
+    assert not one_latent_serves(*make_inputs(keys=0), None, 0.0)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert not one_latent_serves(query, latent, None, 0.0)
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", latent.numel() * 2 + 1)
     assert not one_latent_serves(query, latent, None, 0.0)  # a launch would take longer than the reading
 

@@ -3,9 +3,9 @@
     partial_kernel    a program reads a part of one memory, for up to a block of rows, block after block of keys
     combine_kernel    the parts of a row, weighted by their sums of exponentials
 
-A block of keys stands in shared memory and is a factor of both products. Their long side, 64 keys and then the
-latent's width, is the one that the matrix units of Hopper take from there; rows, which are few, are the short one. The
-width is two powers of two, as 768 = 512 + 256: one would fill up a quarter of them with zeros. Letters as in
+A block of keys stands in shared memory and is a factor of both products. Their long side is the keys and then the
+latent's width, which the matrix units of Hopper take from there; rows, which are few, are the short one. The width is
+two powers of two, as 768 = 512 + 256: one would fill up a quarter of them with zeros. Letters as in
 `softmax_attention`, c the keys of a block, w a width. Without Triton the kernels are None.
 
 Sources: arXiv 2205.14135 (blocks of keys, one after another); "Flash-Decoding for long-context inference" (Stanford
@@ -46,7 +46,8 @@ if triton is not None:
     ):  # fmt: skip
         """Attend to a part of a memory; programs: memory, part, block of rows.
 
-        Writes the part's outputs [b, parts, rows, w], and log2 of its sums of exponentials [b, parts, rows].
+        Writes the part's outputs [b, parts, rows, w], and [b, parts, rows, 2] its largest logits, times log2(e), and
+        its sums of exponentials beside them. (As one number the sums would be lost where all logits are the lowest.)
         """
         batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -81,7 +82,10 @@ if triton is not None:
             if MASK == 1:
                 inside = inside & (mask != 0)
             if MASK == 2:
-                logits += mask.to(tl.float32) * 1.4426950408889634
+                # The lowest finite number, times log2(e), would be minus infinity, which reads nothing.
+                added = mask.to(tl.float32)
+                scaled = tl.maximum(added * 1.4426950408889634, -1e38)
+                logits += tl.where(added == float("-inf"), added, scaled)
             logits = tl.where(inside, logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 0))
             safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has read nothing yet
@@ -101,7 +105,8 @@ if triton is not None:
         if WIDTH > FIRST:
             tl.store(output_at + second[:, None], output_2 * share, mask=written & (second < WIDTH)[:, None])
         if IN_PARTS:
-            tl.store(sums_ptr + at, top + tl.log2(total), mask=offs_r < rows)
+            tl.store(sums_ptr + 2 * at, top, mask=offs_r < rows)
+            tl.store(sums_ptr + 2 * at + 1, total, mask=offs_r < rows)
 
     @triton.jit(do_not_specialize=["rows", "parts"])
     def combine_kernel(
@@ -111,14 +116,16 @@ if triton is not None:
         """Sum the parts of a row; programs: memory, row."""
         batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_p, columns = tl.arange(0, MOST_PARTS), tl.arange(0, COLUMNS)
-        sums = tl.load(sums_ptr + (batch * parts + offs_p) * rows + row, mask=offs_p < parts, other=float("-inf"))
-        top = tl.max(sums, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp2(sums - top), 0)
+        sums_at = sums_ptr + 2 * ((batch * parts + offs_p) * rows + row)
+        tops = tl.load(sums_at, mask=offs_p < parts, other=float("-inf"))
+        sums = tl.load(sums_at + 1, mask=offs_p < parts, other=0.0)
+        top = tl.max(tops, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)  # a row that may read nothing
+        total = tl.sum(tl.exp2(tops - top) * sums, 0)
         total = tl.where(total == 0.0, 1.0, total)
         output = tl.zeros([COLUMNS], tl.float32)
         for part in range(parts):
             at = (batch * parts + part) * rows + row
-            weight = tl.exp2(tl.load(sums_ptr + at) - top) / total
+            weight = tl.exp2(tl.load(sums_ptr + 2 * at) - top) * tl.load(sums_ptr + 2 * at + 1) / total
             output += weight * tl.load(part_ptr + at * WIDTH + columns, mask=columns < WIDTH, other=0.0)
         tl.store(output_ptr + (batch * rows + row) * WIDTH + columns, output, mask=columns < WIDTH)

@@ -21,7 +21,7 @@ from .backend_choice import BACKENDS, choose_backend
 from .reach import Reach
 from .triton_attention import covers_device, is_supported
 
-__all__ = ["check_mask", "one_dtype", "talking_heads_attention"]
+__all__ = ["NAMESPACE", "autocasts", "check_mask", "one_dtype", "talking_heads_attention"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -107,14 +107,15 @@ def check_mask(mask: Tensor | None) -> None:
         )
 
 
-def _autocasts(device: str) -> bool:
+def autocasts(device: str) -> bool:
+    """Say whether autocast is on for a type of device."""
     return device != "meta" and torch.is_autocast_enabled(device)  # torch knows none for it
 
 
 def one_dtype(*states: Tensor) -> list[Tensor]:
     """Return query, key and value in one dtype: autocast's where that is on (float64 stays), else the value's."""
     device = states[0].device.type
-    if _autocasts(device):
+    if autocasts(device):
         dtype = torch.get_autocast_dtype(device)
         return [state.to(dtype) if state.dtype != torch.float64 else state for state in states]
     dtype = states[2].dtype
@@ -129,7 +130,7 @@ def without_autocast(tensor: Tensor) -> Any:
     """Return a context in which autocast leaves the computations on a tensor's device alone."""
     # Autocast would reach into the op and round what is kept in float32 on purpose.
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -154,8 +154,10 @@ def fused_attention(
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    # A bool where sizes are symbols, too, as in an exported step of a decoder.
-    enable_gqa = bool(shared > 1) and (on_cpu or (mask is None and _flash_serves(query, value)))
+    # Where sizes are symbols, as in a compiled step for a second batch size, only a branch makes this a bool.
+    enable_gqa = False
+    if shared > 1 and (on_cpu or (mask is None and _flash_serves(query, value))):
+        enable_gqa = True
     # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
