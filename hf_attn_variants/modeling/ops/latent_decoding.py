@@ -1,4 +1,4 @@
-"""Few queries of a latent on a GPU, each block of it read once: by Triton kernels, where they have proved themselves.
+"""Few queries that attend to a latent on a GPU: by Triton kernels that read it once, where they proved themselves.
 
 In the absorbed form of `latent_attention` a step of a decoder reads one latent [b, 1, m, r], which is key and value of
 all heads. Torch's fused kernels on CUDA read it twice, and slowly where r > 256: in a batch of 64 they take three
@@ -36,7 +36,7 @@ MEASURED_CAPABILITY = 9
 # Outside a compiled graph Python takes longer to launch two kernels of Triton's, some 0.1 ms, than one of torch's.
 # That is worth it from so many bytes on, which take longer to read.
 LEAST_BYTES = 2**29
-# The trial's error at the worst row, of what is typical: far beyond rounding, far below what one key makes.
+# The largest error of a row in the trial, relative to a typical row: far above rounding, far below what one key makes.
 TOLERANCE = 2e-2
 LOG2_E = 1.4426950408889634
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
