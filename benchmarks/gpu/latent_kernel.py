@@ -112,7 +112,7 @@ def in_a_graph() -> dict[str, Any]:
         query, latent = make_inputs(case, "bfloat16", "cuda")
         want = (query.double() @ latent.double().mT * scaling).softmax(-1) @ latent.double()
         errors.append(relative_error(compiled(query, latent), want))
-    agreed = all(latent_decoding._agreed.values())
+    agreed = all(latent_decoding._latents_agreed.values())
     return {"errors": errors, "agreed": agreed, "met": agreed and max(errors) <= LIMITS["bfloat16"]}
 
 

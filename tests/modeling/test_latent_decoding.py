@@ -33,7 +33,7 @@ T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "v
 
 @pytest.fixture(autouse=True)
 def nothing_agreed_yet(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "_agreed", {})
+    monkeypatch.setattr(latent_decoding, "_latents_agreed", {})
 
 
 def make_inputs(memories=2, rows=4, keys=40, width=32):
@@ -145,7 +145,7 @@ def test_what_triton_makes_exactly_agrees(monkeypatch):
         for memories in (2, 1000):
             query, latent = (each.to(dtype) for each in make_inputs(memories, keys=100))
             attend_to_one_latent(query, latent, scaling=0.2)
-    assert list(latent_decoding._agreed.values()) == [True] * 4
+    assert list(latent_decoding._latents_agreed.values()) == [True] * 4
 
 
 @needs_triton
@@ -168,7 +168,7 @@ def test_a_trial_of_the_triton_kernels_moves_no_random_numbers():
     torch.manual_seed(0)
     query, latent = (torch.ones(1, 1, size, 32, device=DEVICE, dtype=torch.float16) for size in (4, 40))
     attend_to_one_latent(query, latent, scaling=0.2)
-    assert latent_decoding._agreed and torch.equal(torch.rand(3, device=DEVICE), expected)
+    assert latent_decoding._latents_agreed and torch.equal(torch.rand(3, device=DEVICE), expected)
 
 
 @needs_triton

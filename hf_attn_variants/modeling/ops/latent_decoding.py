@@ -29,15 +29,15 @@ __all__ = ["Launch", "attend_to_one_latent", "launch_of", "one_latent_by_kernels
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
-DTYPES = (torch.bfloat16, torch.float16)
-MOST_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
+LATENT_DTYPES = (torch.bfloat16, torch.float16)
+MOST_LATENT_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
 # The launches are measured on Hopper alone: other GPUs have less shared memory, or other matrix units.
 MEASURED_CAPABILITY = 9
 # Outside a compiled graph Python takes longer to launch two kernels of Triton's, some 0.1 ms, than one of torch's.
 # That is worth it from so many bytes on, which take longer to read.
 LEAST_BYTES = 2**29
 # The largest error of a row in the trial, relative to a typical row: far above rounding, far below what one key makes.
-TOLERANCE = 2e-2
+LATENT_TOLERANCE = 2e-2
 LOG2_E = 1.4426950408889634
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     programs: int
 
 
-class _Kind(NamedTuple):
+class _LatentKind(NamedTuple):
     """What a compiled kernel depends on."""
 
     device: torch.device
@@ -64,7 +64,7 @@ class _Kind(NamedTuple):
     in_parts: bool
 
 
-_agreed: dict[_Kind, bool] = {}
+_latents_agreed: dict[_LatentKind, bool] = {}
 
 
 def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
@@ -80,13 +80,13 @@ def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropou
         return False
     if type(query) is not Tensor or type(latent) is not Tensor or query.numel() == 0 or latent.numel() == 0:
         return False
-    if query.dtype not in DTYPES or latent.dtype != query.dtype or latent.device != query.device:
+    if query.dtype not in LATENT_DTYPES or latent.dtype != query.dtype or latent.device != query.device:
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, latent, mask) if each is not None):
         return False
     if autocasts(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
         return False
-    if query.shape[2] > MOST_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
+    if query.shape[2] > MOST_LATENT_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
         return False
     # A compiled step is most often the content of a CUDA graph, which no launch holds up.
     return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= LEAST_BYTES
@@ -125,7 +125,7 @@ def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) 
 
 def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     launch = launch_of(query, latent)
-    kind = _Kind(
+    kind = _LatentKind(
         device=query.device,
         dtype=query.dtype,
         width=query.shape[-1],
@@ -134,9 +134,9 @@ def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: fl
         has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
         in_parts=_parts(query, latent, launch)[0] > 1,
     )
-    if kind not in _agreed and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _note(kind, _disagreement(kind, launch))
-    if _agreed.get(kind, False):
+    if kind not in _latents_agreed and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _note(kind, _latent_disagreement(kind, launch))
+    if _latents_agreed.get(kind, False):
         try:
             return one_latent_by_kernels(query, latent, mask, scaling, launch)
         except torch.OutOfMemoryError:
@@ -146,9 +146,9 @@ def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: fl
     return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
 
 
-def _note(kind: _Kind, reason: str | None) -> None:
+def _note(kind: _LatentKind, reason: str | None) -> None:
     """Keep whether the kernels serve a kind of call, and say why where they do not."""
-    _agreed[kind] = reason is None
+    _latents_agreed[kind] = reason is None
     if reason is not None:
         logger.warning(
             f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is computed "
@@ -208,7 +208,7 @@ def one_latent_by_kernels(
     return output
 
 
-def _disagreement(kind: _Kind, launch: Launch) -> str | None:
+def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
     """Compute a small call of this kind by the kernels and by the formula; return what is wrong with them, or None."""
     # A generator of its own: trying the kernels must not move the random numbers of who calls.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -242,7 +242,9 @@ def _disagreement(kind: _Kind, launch: Launch) -> str | None:
         raise
     except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
         return failure("the Triton kernels", error)
-    return None if worst <= TOLERANCE else f"the Triton kernels gave other numbers (relative error: {worst:.1e})"
+    return (
+        None if worst <= LATENT_TOLERANCE else f"the Triton kernels gave other numbers (relative error: {worst:.1e})"
+    )
 
 
 def _attend_fake(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -25,7 +25,7 @@ except ImportError:  # the package and its Hub repositories must load without a 
 __all__ = ["combine_kernel", "partial_kernel", "triton"]
 
 # Numbers that change from call to call: compiled for any.
-ANY_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
+ANY_LATENT_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
 
 if triton is not None:
 
@@ -35,7 +35,25 @@ if triton is not None:
         inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
         return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
-    @triton.jit(do_not_specialize=ANY_NUMBER)
+    @triton.jit
+    def _where_there(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
+        """Return logits [c, r], times log2(e), minus infinity where the mask, or the end of the keys, forbids them."""
+        if MASK > 0:
+            if MASK_OF_ROWS:
+                at += offs_r[None, :] * stride_r
+                mask = tl.load(at, mask=inside & (offs_r < rows)[None, :], other=0)
+            else:
+                mask = tl.load(at, mask=inside, other=0)
+        if MASK == 1:
+            inside = inside & (mask != 0)
+        if MASK == 2:
+            # The lowest finite number, times log2(e), would be minus infinity, which reads nothing.
+            added = mask.to(tl.float32)
+            scaled = tl.maximum(added * 1.4426950408889634, -1e38)
+            logits += tl.where(added == float("-inf"), added, scaled)
+        return tl.where(inside, logits, float("-inf"))
+
+    @triton.jit(do_not_specialize=ANY_LATENT_NUMBER)
     def partial_kernel(
         query_ptr, latent_ptr, mask_ptr, output_ptr, sums_ptr,
         scale, rows, length, keys_of_part, parts,
@@ -71,22 +89,10 @@ if triton is not None:
                 block_2 = _read_rows(latent_at, latent_stride_m, keys, end, second, WIDTH)
                 logits = tl.dot(block_2, query_2, logits)
             logits = logits * scale
-            inside = (keys < end)[:, None]
-            if MASK > 0:
-                at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
-                if MASK_OF_ROWS:
-                    at += offs_r[None, :] * mask_stride_r
-                    mask = tl.load(at, mask=inside & (offs_r < rows)[None, :], other=0)
-                else:
-                    mask = tl.load(at, mask=inside, other=0)
-            if MASK == 1:
-                inside = inside & (mask != 0)
-            if MASK == 2:
-                # The lowest finite number, times log2(e), would be minus infinity, which reads nothing.
-                added = mask.to(tl.float32)
-                scaled = tl.maximum(added * 1.4426950408889634, -1e38)
-                logits += tl.where(added == float("-inf"), added, scaled)
-            logits = tl.where(inside, logits, float("-inf"))
+            mask_at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
+            logits = _where_there(
+                logits, (keys < end)[:, None], mask_at, offs_r, rows, mask_stride_r, MASK, MASK_OF_ROWS
+            )
             new_top = tl.maximum(top, tl.max(logits, 0))
             safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has read nothing yet
             factor = tl.exp2(top - safe)
