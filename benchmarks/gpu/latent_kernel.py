@@ -25,6 +25,7 @@ from hf_attn_variants.modeling.ops.latent_decoding import (
     launch_of,
     one_latent_by_kernels,
 )
+from hf_attn_variants.modeling.ops.triton_attention import covers_device
 
 HEAD_DIM = 64
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3}
@@ -62,7 +63,7 @@ TRUTH = {
 
 def make_cells(args: argparse.Namespace) -> Cells:
     """Truth by case and number format; then times by case."""
-    if not latent_decoding.covers_device(torch.empty(0, device=args.device).device):
+    if not covers_device(torch.empty(0, device=args.device).device):
         return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
     cells: Cells = {}
     for name, (case, mask) in TRUTH.items():

@@ -16,7 +16,7 @@ from fixtures.talking_heads_calls import CUDA, INTERPRETED, needs_triton
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from hf_attn_variants.modeling.ops import latent_decoding
+from hf_attn_variants.modeling.ops import kernel_trials, latent_decoding
 from hf_attn_variants.modeling.ops.latent_decoding import (
     Launch,
     attend_to_one_latent,
@@ -128,7 +128,7 @@ def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypat
         pytest.skip("that part is all")
     warnings = []
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(fault))
-    monkeypatch.setattr(latent_decoding.logger, "warning", warnings.append)
+    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
     query, latent = make_inputs(memories, keys=100)
     mask = torch.ones(memories, 1, 1, 100, dtype=torch.bool, device=DEVICE) if masked else None
     expected = scaled_dot_product_attention(query, latent, latent, mask, scale=0.2)
@@ -151,7 +151,7 @@ def test_what_triton_makes_exactly_agrees(monkeypatch):
 @needs_triton
 def test_a_call_that_only_fails_later_is_computed_by_torch_where_triton_is_not(monkeypatch):
     kernels, warnings = latent_decoding.one_latent_by_kernels, []
-    monkeypatch.setattr(latent_decoding.logger, "warning", warnings.append)
+    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
     query, latent = make_inputs()
     attend_to_one_latent(query, latent, scaling=0.2)
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels("raises"))
@@ -225,7 +225,24 @@ def test_triton_through_its_interpreter():
     assert "passed" in run.stdout
 
 
-def test_without_a_gpu_torch_computes():
+@pytest.mark.skipif(INTERPRETED, reason="there the kernels run on a CPU")
+def test_on_a_cpu_torch_computes(monkeypatch):
+    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
     query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))
-    if not INTERPRETED:
-        assert not one_latent_serves(query, latent, None, 0.0)
+    assert not one_latent_serves(query, latent, None, 0.0)
+
+
+@needs_triton
+def test_memory_that_others_fill_is_no_fault_of_triton_kernels(monkeypatch):
+    kernels = latent_decoding.one_latent_by_kernels
+
+    def full(*call):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", full)
+    query, latent = make_inputs()
+    with pytest.raises(torch.OutOfMemoryError):
+        attend_to_one_latent(query, latent, scaling=0.2)
+    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", kernels)
+    attend_to_one_latent(query, latent, scaling=0.2)
+    assert list(latent_decoding._latents_agreed.values()) == [True]

@@ -24,7 +24,7 @@ from fixtures.talking_heads_calls import (
     needs_triton,
 )
 
-from hf_attn_variants.modeling.ops import backend_choice, memory_efficient_attention, triton_attention
+from hf_attn_variants.modeling.ops import backend_choice, kernel_trials, memory_efficient_attention, triton_attention
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -96,7 +96,7 @@ def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
 
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (failing_forward, failing_backward))
     warnings = []
-    monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
+    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
     device = device_of("triton")
     for _ in range(2):
         mask, causal, added = make_mask("rows", device=device)

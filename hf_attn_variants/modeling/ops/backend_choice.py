@@ -1,29 +1,24 @@
 """Which way a talking-heads call is computed: by the Triton kernels where they have proved themselves, else in blocks.
 
-The kernels have run on one kind of GPU (docs/results_gpu.md), and Triton's compiler changes. So nothing takes them on
-trust: before a kind of call (device, dtypes, head counts, masks, length of the rows) goes to them for the first time,
-they compute a small one of that kind, forward and, where it is wanted, backward. It must agree with the blocked path,
-in float32 on the CPU. Where they fail, or disagree, that kind of call stays with the blocked path for the life of the
-process, and a warning says so. What dropout drops is random and not compared.
+A kind of call (device, dtypes, head counts, masks, length of the rows) is tried first (`kernel_trials`): a small one,
+forward and, where it is wanted, backward, must agree with the blocked path. What dropout drops is random and not
+compared.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from .attention_operands import Operands
 from .blocked_attention import blocked_backward, blocked_forward
-from .triton_attention import allows_tf32, is_supported, triton_backward, triton_forward
+from .kernel_trials import agrees, disagreement_of, largest_error, tolerance
+from .triton_attention import is_supported, triton_backward, triton_forward
 
-__all__ = ["BACKENDS", "choose_backend", "failure", "largest_error", "wrong_numbers"]
-
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+__all__ = ["BACKENDS", "choose_backend"]
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
-# Relative errors of any one query's or key's numbers: beyond rounding, far below what one forgotten key would make.
-TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 QUERIES, MOST_KEYS = 16, 4096  # of the small call; longer rows are read by the same code, in more blocks
 
 _agreed: dict["_Kind", bool] = {}
@@ -49,7 +44,9 @@ class _Kind(NamedTuple):
 
 
 def choose_backend(operands: Operands, with_backward: bool) -> str:
-    """Return "triton" or "blocked"; never raises. The answer for a kind of call never changes within a process.
+    """Return "triton" or "blocked"; raises for want of memory alone.
+
+    The answer for a kind of call never changes within a process.
 
     Args:
         operands: the call's
@@ -75,17 +72,11 @@ def choose_backend(operands: Operands, with_backward: bool) -> str:
         dropout=operands.dropout > 0,
         with_backward=with_backward,
     )
-    if kind not in _agreed:
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "blocked"  # inside the capture of a CUDA graph the kernels cannot be tried: later
-        reason = _disagreement(kind)
-        _agreed[kind] = reason is None
-        if reason is not None:
-            logger.warning(
-                f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, "
-                f"are computed by the blocked path, which is exact and slower: {reason}."
-            )
-    return "triton" if _agreed[kind] else "blocked"
+    refusal = (
+        f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, are "
+        f"computed by the blocked path, which is exact and slower"
+    )
+    return "triton" if agrees(_agreed, kind, partial(_disagreement, kind), refusal) else "blocked"
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
@@ -102,35 +93,12 @@ def _layout(tensor: Tensor | None) -> str:
 
 def _disagreement(kind: _Kind) -> str | None:
     """Compute a small call of this kind by both paths; return what is wrong with the kernels, or None."""
-    try:
+
+    def errors() -> dict[str, float]:
         found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
-        errors = {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
-    except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
-        return failure("the Triton kernels", error)
-    return wrong_numbers("the Triton kernels", errors, kind.dtype)
+        return {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
 
-
-def failure(kernels: str, error: Exception) -> str:
-    """Return why kernels that raised an error are not used."""
-    return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
-
-
-def wrong_numbers(kernels: str, errors: dict[str, float], dtype: torch.dtype) -> str | None:
-    """Return why kernels with these relative errors are not used; None: they are right, as far as the dtype tells."""
-    most = TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
-    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= most]  # NaN is wrong too
-    return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
-
-
-def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
-    """Return the error at the worst query or key, as a part of the root mean square over all of them."""
-    difference = (found.float().cpu() - expected).square()
-    axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
-    if axis is None:  # gradients of parameters: sums over all queries and keys
-        return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
-    others = [i for i in range(expected.dim()) if i != axis]
-    per_position = expected.square().sum(others).mean().clamp_min(1e-30)
-    return float((difference.sum(others).max() / per_position).sqrt())
+    return disagreement_of("the Triton kernels", errors, tolerance(kind.dtype))
 
 
 def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:

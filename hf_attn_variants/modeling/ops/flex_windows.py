@@ -4,10 +4,8 @@ FlexAttention compiles one kernel that reads, for each block of queries, the blo
 knows no dropout, and no talking heads; calls with either go by `blocked_attention`. So does everything on a CPU,
 where FlexAttention has no backward pass.
 
-It was written without a GPU at hand, so nothing takes it on trust, as in `backend_choice`: before a kind of call
-goes to it for the first time, it computes small ones, forward and, where it is wanted, backward, which must agree with
-the blocks in float32 on the CPU. Where it fails, or disagrees, that kind of call stays with the blocks for the life of
-the process, and a warning says so. Letters as in `softmax_attention`; l the longest text that a bias is made for.
+A kind of call is tried first (`kernel_trials`): small ones, forward and, where it is wanted, backward, must agree with
+the blocks. Letters as in `softmax_attention`; l the longest text that a bias is made for.
 
 Source: arXiv 2412.05496 (FlexAttention); 2004.05150, section 3.1 (the windows).
 """
@@ -18,16 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
-from transformers.utils import logging
 
-from .backend_choice import failure, largest_error, wrong_numbers
+from .kernel_trials import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
 from .memory_efficient_attention import one_dtype, talking_heads_attention
 from .reach import Reach
 
 __all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
-
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,9 +33,6 @@ SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
 SMALL_WINDOW = 140  # on each side: some blocks are read whole, some in part, some not at all
 # Kernels that torch keeps: one for each kind of call. By default it gives up after eight.
 MOST_KERNELS = 64
-
-# What is no failure of FlexAttention: memory that others fill, and a checkpoint that has recomputed what it needs.
-NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 
 
 class Kind(NamedTuple):
@@ -89,14 +80,13 @@ def attention_in_windows(
     if query.device.type in DEVICES and dropout == 0 and not _talks(options):
         query, key, value = one_dtype(query, key, value)
         kind = _kind_of(query, key, value, mask, position_bias, reach, options["scaling"])
-    if kind is not None and _agrees(kind):
+    if kind is not None and agrees(_flex_agreed, kind, lambda: disagreement(kind), _refusal(kind)):
         try:
             return _flex(query, key, value, mask, position_bias, reach, options["scaling"])
         except NO_FAILURES:
             raise
         except Exception as error:  # a compiler's, for a shape that the small calls had not
-            _flex_agreed[kind] = False
-            _warn(kind, failure("FlexAttention", error))
+            note(_flex_agreed, kind, failure("FlexAttention", error), _refusal(kind))
     options |= {"position_bias": position_bias, "dropout": dropout, "reach": reach}
     return talking_heads_attention(query, key, value, mask, **options)
 
@@ -282,39 +272,28 @@ def blocks_that_are_read(reach: Reach, length: int, memory: int, block: int = BL
     return some, whole
 
 
-def _agrees(kind: Kind) -> bool:
-    """Say whether FlexAttention computes this kind of call right; it is tried the first time."""
-    if kind not in _flex_agreed:
-        reason = disagreement(kind)
-        _flex_agreed[kind] = reason is None
-        if reason is not None:
-            _warn(kind, reason)
-    return _flex_agreed[kind]
-
-
-def _warn(kind: Kind, reason: str) -> None:
-    logger.warning(
+def _refusal(kind: Kind) -> str:
+    return (
         f"Windows on {kind.device} in {kind.dtype}, {kind.heads[0]} heads, are computed by blocks in plain torch, "
-        f"which is exact and slower: {reason}."
+        f"which is exact and slower"
     )
 
 
 def disagreement(kind: Kind) -> str | None:
     """Compute small calls of this kind by both ways; return what is wrong with FlexAttention, or None."""
-    errors: dict[str, float] = {}
-    try:
+
+    def errors() -> dict[str, float]:
+        worst: dict[str, float] = {}
         for batch, length, global_tokens in SMALL_CALLS:
             states = _random_window_call(kind, batch, length)
             # Not by the hooks of a checkpoint around the call, which would recompute in the midst of it.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 found, expected = (_flex_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
             for name, tensor in expected.items():
-                errors[name] = max(errors.get(name, 0.0), largest_error(found[name], tensor, name))
-    except NO_FAILURES:
-        raise
-    except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
-        return failure("FlexAttention", error)
-    return wrong_numbers("FlexAttention", errors, kind.dtype)
+                worst[name] = max(worst.get(name, 0.0), largest_error(found[name], tensor, name))
+        return worst
+
+    return disagreement_of("FlexAttention", errors, tolerance(kind.dtype))
 
 
 def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:

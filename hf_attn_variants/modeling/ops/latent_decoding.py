@@ -5,29 +5,25 @@ all heads. Torch's fused kernels on CUDA read it twice, and slowly where r > 256
 times as long as with keys and values of every head (docs/results_gpu.md). Letters as in `softmax_attention`; the n
 rows here are those of all heads and beams.
 
-As in `backend_choice` nothing is taken on trust: before a kind of call goes to the kernels for the first time, they
-compute a small one, which must agree with the formula in float32 on the CPU. Where they fail, or disagree, that kind
-of call stays with torch's for the life of the process, and a warning says so.
+A kind of call is tried first (`kernel_trials`): a small one must agree with the formula.
 
 Sources: arXiv 2405.04434, section 2.1.2 (the absorbed form); those of `latent_kernels`.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.utils import logging
 
-from .backend_choice import failure, largest_error
+from .kernel_trials import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note
 from .latent_kernels import combine_kernel, partial_kernel, triton
-from .memory_efficient_attention import NAMESPACE, autocasts
+from .memory_efficient_attention import NAMESPACE, autocasts, registered_op
 from .query_folding import is_exporting
-from .triton_attention import covers_device
+from .triton_attention import covers_device, kind_of_mask
 
 __all__ = ["Launch", "attend_to_one_latent", "launch_of", "one_latent_by_kernels", "one_latent_serves"]
-
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 LATENT_DTYPES = (torch.bfloat16, torch.float16)
 MOST_LATENT_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
@@ -39,7 +35,6 @@ LEAST_BYTES = 2**29
 # The largest error of a row in the trial, relative to a typical row: far above rounding, far below what one key makes.
 LATENT_TOLERANCE = 2e-2
 LOG2_E = 1.4426950408889634
-NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
 class Launch(NamedTuple):
@@ -134,26 +129,18 @@ def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: fl
         has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
         in_parts=_parts(query, latent, launch)[0] > 1,
     )
-    if kind not in _latents_agreed and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _note(kind, _latent_disagreement(kind, launch))
-    if _latents_agreed.get(kind, False):
+    refusal = (
+        f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is computed by "
+        f"torch's kernels, which are slower"
+    )
+    if agrees(_latents_agreed, kind, partial(_latent_disagreement, kind, launch), refusal):
         try:
             return one_latent_by_kernels(query, latent, mask, scaling, launch)
-        except torch.OutOfMemoryError:
+        except NO_FAILURES:
             raise
         except Exception as error:  # a compiler's, for steps from row to row that the trial had not
-            _note(kind, failure("the Triton kernels", error))
+            note(_latents_agreed, kind, failure("the Triton kernels", error), refusal)
     return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
-
-
-def _note(kind: _LatentKind, reason: str | None) -> None:
-    """Keep whether the kernels serve a kind of call, and say why where they do not."""
-    _latents_agreed[kind] = reason is None
-    if reason is not None:
-        logger.warning(
-            f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is computed "
-            f"by torch's kernels, which are slower: {reason}."
-        )
 
 
 def launch_of(query: Tensor, latent: Tensor) -> Launch:
@@ -190,16 +177,15 @@ def one_latent_by_kernels(
     if parts > 1:
         found = torch.empty((batches, parts, rows, width), dtype=torch.float32, device=query.device)
         sums = torch.empty((batches, parts, rows, 2), dtype=torch.float32, device=query.device)
-    mask_kind, mask_strides = NO_MASK, (0, 0, 0)
+    mask_strides = (0, 0, 0)
     if mask is not None:
-        mask_kind = BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
         steps = mask.expand(batches, 1, rows, length).stride()
         mask_strides = (steps[0], _row_stride(mask), steps[3])
     partial_kernel[(batches, parts, -(-rows // launch.rows))](
         query, latent, query if mask is None else mask, found, sums,
         scaling * LOG2_E, rows, length, keys_of_part, parts,
         query.stride(0), query.stride(2), latent.stride(0), latent.stride(2), *mask_strides,
-        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=mask_kind,
+        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=kind_of_mask(mask),
         MASK_OF_ROWS=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if parts > 1:
@@ -210,49 +196,49 @@ def one_latent_by_kernels(
 
 def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
     """Compute a small call of this kind by the kernels and by the formula; return what is wrong with them, or None."""
-    # A generator of its own: trying the kernels must not move the random numbers of who calls.
-    generator = torch.Generator(kind.device).manual_seed(0)
     # In one part, or two, of several blocks each; the last block is not a whole one.
     length = 5 * launch.block - 3
     launch = launch._replace(programs=4 if kind.in_parts else 1)
 
-    def new(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=kind.device)
-
-    try:
-        query, latent = new(2, 1, kind.rows, kind.width), new(2, 1, length, kind.width)
-        # Logits of some -4, so that a key that is not there, of zeros, would outweigh all that are.
-        query[..., 0], latent[..., 0] = 2 * kind.width**0.25, -2 * kind.width**0.25
-        query, latent = query.to(kind.dtype), latent.to(kind.dtype)
-        mask, added, scaling = None, torch.zeros(()), kind.width**-0.5
-        if kind.mask is not None:
-            mask = new(2, 1, kind.rows if kind.has_mask_of_rows else 1, length)
-            mask = mask > -1 if kind.mask == torch.bool else mask.to(kind.mask)
-            # Of the block that comes first nothing may be read.
-            left_out = False if kind.mask == torch.bool else -torch.inf
-            mask = mask.index_fill(3, torch.arange(launch.block, device=kind.device), left_out)
+    def errors() -> dict[str, float]:
+        query, latent, mask = _random_latent_call(kind, length, launch.block)
+        scaling, added = kind.width**-0.5, torch.zeros(())
+        if mask is not None:
             there = mask.cpu()
-            added = there.float() if kind.mask != torch.bool else torch.where(there, 0.0, -torch.inf)
+            added = torch.where(there, 0.0, -torch.inf) if mask.dtype == torch.bool else there.float()
         found = one_latent_by_kernels(query, latent, mask, scaling, launch)
         exact, memory = query.cpu().float(), latent.cpu().float()
         expected = torch.softmax(exact @ memory.mT * scaling + added, -1) @ memory
-        found, expected = (each[..., 1:].transpose(1, 2) for each in (found, expected))  # the first column is huge
-        worst = largest_error(found, expected, "output")
-    except torch.OutOfMemoryError:  # others may fill the memory: it is tried again
-        raise
-    except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
-        return failure("the Triton kernels", error)
-    return (
-        None if worst <= LATENT_TOLERANCE else f"the Triton kernels gave other numbers (relative error: {worst:.1e})"
-    )
+        # But for the first column, which is huge.
+        found, expected = (each[..., 1:].transpose(1, 2) for each in (found, expected))
+        return {"output": largest_error(found, expected, "output")}
+
+    return disagreement_of("the Triton kernels", errors, LATENT_TOLERANCE)
+
+
+def _random_latent_call(kind: _LatentKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the queries, the latent and the mask of a small call; of the first block of keys nothing may be read."""
+    # A generator of its own: trying the kernels must not move the random numbers of who calls.
+    generator = torch.Generator(kind.device).manual_seed(0)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=kind.device)
+
+    query, latent, mask = new(2, 1, kind.rows, kind.width), new(2, 1, length, kind.width), None
+    # Logits of some -4, so that a key that is not there, of zeros, would outweigh all that are.
+    query[..., 0], latent[..., 0] = 2 * kind.width**0.25, -2 * kind.width**0.25
+    if kind.mask is not None:
+        mask = new(2, 1, kind.rows if kind.has_mask_of_rows else 1, length)
+        mask = mask > -1 if kind.mask == torch.bool else mask.to(kind.mask)
+        mask[..., :block] = False if kind.mask == torch.bool else -torch.inf
+    return query.to(kind.dtype), latent.to(kind.dtype), mask
 
 
 def _attend_fake(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     return query.new_empty(query.shape)
 
 
-# Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
-_op: Any = getattr(getattr(torch.ops, NAMESPACE), "attend_to_one_latent", None)
+_op = registered_op("attend_to_one_latent")
 if _op is None:
     _op = torch.library.custom_op(
         f"{NAMESPACE}::attend_to_one_latent",

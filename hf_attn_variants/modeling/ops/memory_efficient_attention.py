@@ -21,7 +21,7 @@ from .backend_choice import BACKENDS, choose_backend
 from .reach import Reach
 from .triton_attention import covers_device, is_supported
 
-__all__ = ["NAMESPACE", "autocasts", "check_mask", "one_dtype", "talking_heads_attention"]
+__all__ = ["NAMESPACE", "autocasts", "check_mask", "one_dtype", "registered_op", "talking_heads_attention"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -193,12 +193,13 @@ def _gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
     return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 7
 
 
-def _registered(name: str) -> Any:
+def registered_op(name: str) -> Any:
+    """Return this version's operator of a name, if there is one already."""
     # Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
     return getattr(getattr(torch.ops, NAMESPACE), name, None)
 
 
-_backward_op = _registered("talking_heads_backward")
+_backward_op = registered_op("talking_heads_backward")
 if _backward_op is None:
     _backward_op = torch.library.custom_op(
         f"{NAMESPACE}::talking_heads_backward",
@@ -208,7 +209,7 @@ if _backward_op is None:
     )
     _backward_op.register_fake(_backward_fake)
 
-_forward_op = _registered("talking_heads")
+_forward_op = registered_op("talking_heads")
 if _forward_op is None:
     _forward_op = torch.library.custom_op(
         f"{NAMESPACE}::talking_heads", _forward, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"

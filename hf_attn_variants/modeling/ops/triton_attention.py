@@ -27,7 +27,7 @@ from .attention_operands import Operands
 from .blocked_attention import add_bias_gradient, group
 from .triton_kernels import backward_kernel, forward_kernel, triton
 
-__all__ = ["allows_tf32", "covers_device", "is_supported", "triton_backward", "triton_forward"]
+__all__ = ["allows_tf32", "covers_device", "is_supported", "kind_of_mask", "triton_backward", "triton_forward"]
 
 # Of each workspace: scores, weights and, for a trained bias, its gradient. With 64 MiB an H200 waits for Python to
 # launch so many chunks, and takes twice the time; 512 MiB gain 5 % more.
@@ -72,6 +72,11 @@ def covers_device(device: torch.device) -> bool:
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     knobs = getattr(triton, "knobs", None)
     return knobs is not None and knobs.runtime.interpret
+
+
+def kind_of_mask(mask: torch.Tensor | None) -> int:
+    """Return how the kernels read a mask."""
+    return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
 
 def allows_tf32() -> bool:
@@ -119,7 +124,7 @@ class _TritonCall:
         self.scaling = scaling / self.query_scaling
         full = (self.batches, self.heads, self.length, self.memory)
         self.bias = None if bias is None else bias.expand(full)
-        kind = NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
+        kind = kind_of_mask(mask)
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
         self.constants: dict[str, Any] = {
             "HEADS_IN": self.heads_in,
