@@ -14,7 +14,6 @@ from benchmarks.speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWE
 
 __all__ = ["TABLES", "Table", "report_path", "report_paths"]
 
-LATENTS_SHOWN = "converted, latents of 128 (source) and 32 (each layer)"
 FOLDER = Path(__file__).resolve().parent
 Rows = Iterable[Sequence[Any]]
 
@@ -352,13 +351,6 @@ def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
         peak = f"{last['peak_bytes'][name] / 2**20:,.0f} MiB"
         found = in_times("milliseconds", base, name)
         yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
-
-
-@table("serving.md", "largest_batch_t5-small")
-def texts_that_fit(report: dict[str, Any]) -> Rows:
-    rows = [row["largest_batch"] for row in report["rows"].values()]
-    for name, texts in zip(("transformers", "share_memory", LATENTS_SHOWN, "CTranslate2"), rows, strict=True):
-        yield [name, texts]
 
 
 @table("serving.md", "serving_opus-mt_cpu")

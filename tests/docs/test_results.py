@@ -274,6 +274,16 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
 
 
+def largest_batches() -> list[int]:
+    return [row["largest_batch"] for row in load("largest_batch_t5-small")["rows"].values()]
+
+
+@table("serving.md")
+def texts_that_fit() -> Rows:
+    latents = "converted, latents of 128 (source) and 32 (each layer)"
+    yield from zip(("transformers", "share_memory", latents, "CTranslate2"), largest_batches(), strict=True)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_the_rows_are_in_the_document(name):
     document, rows = TABLES[name]
@@ -295,3 +305,10 @@ def test_the_figures_of_the_experiments_are_those_of_the_results():
     page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
     figures = set(re.findall(r"\d+\.\d+ \(\d+\.\d+ to \d+\.\d+\)", page))
     assert len(figures) >= 6 and not {figure for figure in figures if figure not in DOCUMENTS["results_scratch.md"]}
+
+
+def test_the_texts_that_fit_are_the_reports_on_other_pages():
+    upstream, shared, latents, ctranslate2 = largest_batches()
+    assert f"| {upstream}, {shared}, {latents}, {ctranslate2} |" in DOCUMENTS["results.md"]
+    said = rf"serves \[{shared} texts .*\]\(.*\), transformers {upstream}, CTranslate2 {ctranslate2}\."
+    assert re.search(said, (ROOT / "README.md").read_text(encoding="utf-8"))
