@@ -193,13 +193,14 @@ class _Course:
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self._calibration, self.batches = calibration, batches
-        # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
-        self._steps = 1 + self._method.steps(calibration)
         self.at = plan.reduced[0].name  # the attention that is worked on
-        parts = [
+        self._parts = sum(
             (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
-        ]
-        self._bar = progress_bar(total=self._steps * sum(parts), desc="calibrating", unit="step", smoothing=0)
+        )
+        # A closed form counts as the steps of the fit that take as long; until one was timed, as one.
+        self._closed_form_steps, self._fit_steps = 1, self._method.steps(calibration)
+        total = self._parts * (1 + self._fit_steps)
+        self._bar = progress_bar(total=total, desc="calibrating", unit="step", smoothing=0)
         self._parts_done = 0
         self._is_estimated = False
         self._errors: list[float | None] = []
@@ -277,7 +278,7 @@ class _Course:
                 uses = max(1, len(inputs) // len(batches))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
                 error = _held_out_error(tensors, module.heads, held)
-                known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._bar.update}
+                known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._on_step}
                 yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
 
     @torch.no_grad()
@@ -293,9 +294,10 @@ class _Course:
             attend(tensors, inputs[len(inputs) // 2], module.heads.query)
             taken = time.perf_counter() - started
             closed += CLOSED_FORM_CALLS * taken * len(inputs)
-            steps += (
-                STEP_CALLS * taken * self._method.steps(self._calibration) * min(1.0, size / len(inputs[0].states))
-            )
+            steps += STEP_CALLS * taken * self._fit_steps * min(1.0, size / len(inputs[0].states))
+        if steps:
+            self._closed_form_steps = max(1, round(closed / steps * self._fit_steps))
+            self._bar.total = self._parts * (self._closed_form_steps + self._fit_steps)
         share = len(reduced) / len(group)
         closed, steps = closed * share, steps * share
         if closed + steps > WORTH_SAYING:
@@ -340,9 +342,14 @@ class _Course:
         self._part_done()
         return tensors
 
+    def _on_step(self) -> None:
+        # The first step of a fit comes after its closed form.
+        begun = self._parts_done * (self._closed_form_steps + self._fit_steps) + self._closed_form_steps
+        self._bar.update(1 + max(0, begun - self._bar.n))
+
     def _part_done(self) -> None:
         self._parts_done += 1
-        self._bar.update(self._steps * self._parts_done - self._bar.n)
+        self._bar.update(self._parts_done * (self._closed_form_steps + self._fit_steps) - self._bar.n)
 
 
 @torch.no_grad()
