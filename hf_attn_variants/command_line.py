@@ -14,6 +14,7 @@ __all__ = [
     "HOSTS",
     "CommandParser",
     "HelpFormatter",
+    "OnOrOff",
     "add_checkpoint_argument",
     "documentation",
     "nearest_name",
@@ -32,14 +33,50 @@ HOSTS = (
 NEAR = 0.7
 
 
+class _Once:
+    """Of a flag's action: a second value does not take the place of the first in silence, as in argparse.
+
+    Two lists may have been meant to add up: they are an error. Of single values the last counts, so that flags behind
+    a script's own override these; a line says so.
+    """
+
+    dest: str
+    _parsed: tuple[argparse.Namespace, Any] | None = None
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        action: Any = super()
+        action.__call__(parser, namespace, values, flag)
+        value = getattr(namespace, self.dest)
+        if flag is not None and self._parsed is not None and self._parsed[0] is namespace:
+            before = self._parsed[1]
+            if before != value and isinstance(value, list):
+                parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
+            if before != value:
+                print(f"note: {flag} is given twice: {value} is taken, and {before} is not", file=sys.stderr)
+        self._parsed = (namespace, value)
+
+
+class StoreLast(_Once, argparse._StoreAction):
+    """A flag with a value, or several."""
+
+
+class OnOrOff(_Once, argparse.BooleanOptionalAction):
+    """--flag and --no-flag."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them.
 
-    An error of a flag, a command or a choice that does not exist names the nearest one that does.
+    An error of a flag, a command or a choice that does not exist names the nearest one that does. A flag that is given
+    twice is told or refused (`_Once`).
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
+        for name in (None, "store"):
+            self.register("action", name, StoreLast)
 
     def error(self, message: str) -> NoReturn:
         """End the process with the error, where to read more, and status 2."""

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose q
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 # What programs write in the place of a CSV's comma: Excel a semicolon, where a comma is the decimal point.
 OTHER_SEPARATORS = ";\t|"
+# A cell whose quotes do not count, for they do not stand at its edges.
+SPACED_QUOTES = re.compile(r'\s+".*|".*"\s+', re.DOTALL)
 # What is said of the csv module's errors, by its own words.
 ADVICE = {
     "unexpected end of data": "a quote begins in this row and does not end",
@@ -80,7 +83,7 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
     reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **form)
     header: list[str] = []
     names_place = ""
-    number = 0
+    number, is_told = 0, False
     while True:
         line = reader.line_num + 1
         place = row_place(path, line, number + 1) if header else f"{path}, line {line}, the header"
@@ -99,6 +102,11 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
                 raise ValueError(f"{place}: two columns are named {twice!r}; rename one")
             continue
         number += 1
+        spaced = None if tabs or is_told else next((cell for cell in cells if SPACED_QUOTES.fullmatch(cell)), None)
+        if spaced is not None:
+            is_told = True
+            message = "%s: a space stands before the quotes of %.60r: they are read as text, and hold no cell together"
+            logger.warning(message, place, spaced)
         if len(cells) != len(header):
             what = "a comma" if separator == "," else f"{separator!r}, which divides the header's,"
             rule = "a tab divides cells, quoted or not" if tabs else f"a cell that holds {what} must be quoted"

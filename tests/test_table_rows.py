@@ -101,6 +101,17 @@ def test_a_header_with_a_comma_is_divided_by_commas(tmp_path):
     assert columns(tmp_path, "b.csv", 'text\n"a;b"\n', ("text",)) == [("a;b",)]
 
 
+def test_quotes_behind_a_space_are_told(tmp_path, caplog):
+    spaced = 'id, text\n1, "good"\n2, "bad"\n'
+    assert columns(tmp_path, "a.csv", spaced, (" text",)) == [(' "good"',), (' "bad"',)]
+    assert caplog.text.count("a space stands before the quotes of ' \"good\"'") == 1 == caplog.text.count("quotes of")
+    with pytest.raises(ValueError, match="3 cells where the header has 2"):
+        columns(tmp_path, "b.csv", 'id, text\n1, "good, warm"\n', (" text",))
+    caplog.clear()
+    columns(tmp_path, "c.csv", 'text,other\n" good","a ""b"" c"\n', ("text",))
+    assert caplog.text == ""
+
+
 def test_a_column_that_is_nearly_there_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'; .* did you mean 'Happy\?'\?$"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), named_by="--label_column")
@@ -132,7 +143,7 @@ def test_words_keep_their_unicode_spaces(tmp_path):
 
 
 def test_words_of_a_test_file_keep_them_too(tmp_path, caplog):
-    found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", has_tags=False)
+    found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
     assert found == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
     assert "line 4: spaces part 'New York' into 2 columns, and line 1 into 1" in caplog.text
 

@@ -234,7 +234,8 @@ def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path
         flags += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
     flags += ["--per_device_train_batch_size", str(DISTILLATION_BATCH)]
     flags += ["--group_by_length", "--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
-    flags += ["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else []
+    if args.max_train_steps:
+        flags[flags.index("--max_train_steps") + 1] = str(args.max_train_steps)
     if not (folder / "all_results.json").is_file():
         command = [sys.executable, str(ROOT / "scripts/uptrain.py"), *flags]
         subprocess.run(command, check=True, env=_environment(args))

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, OnOrOff, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..training.engine.options import Settings, alternatives, fields_by_group
 from ..training.engine.settings import NewModelSettings
 from .hf_names import check_names
@@ -59,7 +59,7 @@ def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     """Return what argparse is told of a field."""
     shown = {"help": each.metadata["help"]}
     if annotation is bool and each.default is None:  # what it is then, the settings say
-        return {**shown, "action": argparse.BooleanOptionalAction, "default": None}
+        return {**shown, "action": OnOrOff, "default": None}
     if annotation is bool:
         return {**shown, "action": "store_true"}
     if each.default_factory is not dataclasses.MISSING:

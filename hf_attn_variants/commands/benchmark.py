@@ -119,6 +119,8 @@ def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error("--plot needs matplotlib: `pip install matplotlib`, or leave it out")
     if args.plot is not None and (not Path(args.plot).parent.is_dir() or Path(args.plot).is_dir()):
         parser.error(f"--plot must name a file in a folder that is there; got {args.plot}")
+    if args.plot is not None and Path(args.plot).suffix.lower() != ".png":
+        parser.error(f"--plot writes a PNG: give it that ending; got {args.plot}")
 
 
 def main(args: argparse.Namespace) -> Any:

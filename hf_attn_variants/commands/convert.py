@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import (
+    HOSTS,
+    CommandParser,
+    OnOrOff,
+    add_checkpoint_argument,
+    parse_with_checkpoint,
+    program_name,
+)
 from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
     CALIBRATION_SIZE,
@@ -227,7 +234,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     )
     group.add_argument(
         "--calibration_passages",
-        action=argparse.BooleanOptionalAction,
+        action=OnOrOff,
         help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, for what "
         "the model makes of long text is kept only if it reads some (default: of single texts, yes)",
     )

@@ -253,7 +253,7 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
         if value is not None and name not in UNCHANGING and name not in OWN:
             raise ValueError(
                 f"Attention got `{name}`, which it does not know: it would be ignored, and outputs could be wrong. "
-                f"Leave it out; if transformers {transformers.__version__} hands it over by itself, use one of "
+                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use one of "
                 f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants ({SOURCE})."
             )
 

@@ -138,6 +138,7 @@ def test_examples_fit_80_columns(name, capsys, monkeypatch):
         (["convert", "bert"], "the following arguments are required: --output_dir"),
         (["glue", "bert", "--task_name", "sst2", "--output_dir", "out", "--max_seq_length", "9"], "--max_length"),
         (["squad", "--output_dir", "out"], "no checkpoint: name its folder or Hub id first"),
+        (["classify", "bert", "--train_file", "a.csv", "--train_file", "b.csv"], "behind one --train_file, divided"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -148,6 +149,28 @@ def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, 
     program = " ".join(["attn-variants", *argv[:1]]) if argv[0] in cli.COMMANDS else "attn-variants"
     assert stopped.value.code == 2 and error.startswith("error: ") and message in error
     assert more == f"`{program} --help` has all options."
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value", "note"),
+    [
+        (
+            ["--method", "mean", "--method", "first"],
+            "method",
+            "first",
+            "--method is given twice: first is taken, and m",
+        ),
+        (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed is given twice: 4 is taken, and 3 is not"),
+        (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, "False is taken"),
+        (["--seed", "3", "--seed", "3"], "seed", 3, ""),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, field, value, note, capsys):
+    parse = importlib.import_module(cli.COMMANDS["convert"][0]).parse_args
+    calibrated = ["bert", "--output_dir", "out", "--calibration_file", __file__]
+    assert getattr(parse([*calibrated, *flags]), field) == value
+    said = capsys.readouterr().err
+    assert note in said and bool(said) == bool(note)
 
 
 def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):

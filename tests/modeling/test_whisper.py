@@ -86,6 +86,19 @@ def test_times_of_words_are_upstreams(checkpoint, way):
         same(transcribed(loaded(checkpoint, **fields), **options), expected)
 
 
+KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attention_window": 4}]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["elu", "hybrid"])
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_all_outputs_of_a_decoder_that_keeps_sums(checkpoint, kernel, way):
+    model = loaded(checkpoint, **kernel)
+    tokens = transcribed(model, **WAYS[way])
+    outputs = transcribed(model, **WAYS[way], return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(outputs["sequences"][:, -tokens.shape[1] :], tokens)
+    assert len(outputs["scores"]) >= tokens.shape[1]
+
+
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="upstream's own WhisperForCausalLM cannot assist there"
 )

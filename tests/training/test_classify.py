@@ -265,6 +265,38 @@ def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
         run(None, None, *known, model=out, out="broken", test=dev)
 
 
+def test_a_finished_model_is_scored_as_it_was_trained(run, sorts, caplog):
+    train, dev, _, _ = sorts
+    several = *TEXT, "--label_column", "tags", "--label_separator", "|"
+    results, out = run(train, dev, *several, "--threshold", 0.3, "--max_train_steps", 1)
+    again, _ = run(None, dev, "--num_train_epochs", 0, model=out, out="again")
+    assert again["threshold"] == results["threshold"] == 0.3 and again["eval_f1_micro"] == results["eval_f1_micro"]
+    given, _ = run(None, dev, "--num_train_epochs", 0, "--threshold", 0.6, model=out, out="given")
+    assert given["threshold"] == 0.6
+    assert "trained with" not in caplog.text
+    run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
+    said = f"cut at 12 tokens, and the model was trained with --max_length 24 ({out / 'all_results.json'})"
+    assert said in caplog.text
+
+
+def test_a_threshold_of_one_label_a_row_is_refused(run, sorts, tmp_path):
+    train, dev, _, _ = sorts
+    with pytest.raises(ValueError, match="--threshold is for several labels a row; here it is single_label"):
+        run(train, dev, *TEXT, "--label_column", "kind of $", "--threshold", 0.9)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
+    train, dev, _, _ = sorts
+    test = tmp_path / "some.jsonl"
+    some = [{"what is said": "a cat"}] * rows + [{"what is said": "a dog", "kind of $": "animal"}]
+    test.write_text("".join(json.dumps(row) + "\n" for row in some))
+    message = f"some.jsonl, line 1, row 1: there is no column 'kind of \\$', and .*row {rows + 1} has it"
+    with pytest.raises(ValueError, match=message):
+        run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
+
+
 def test_labels_that_are_not_read_are_told(run, sorts, caplog):
     train, dev, _, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
@@ -365,7 +397,10 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ((*FILES, "--class_weights", '{"a": 0}'), "must be numbers above 0, a label each; got 'a': 0"),
         ((*FILES, "--class_weights", '{"a": "2"}'), "must be numbers above 0"),
         ((*FILES, "--class_weights", "{}"), "must be numbers above 0, a label each, got none"),
-        ((*FILES, "--class_weights", "3"), "--class_weights must be a dictionary or text, got 3"),
+        ((*FILES, "--class_weights", "3"), "must be balanced or a JSON object .*, got '3'"),
+        ((*FILES, "--class_weights", '{"a": 3, "a": 1}'), "'a' stands twice in"),
+        ((*FILES, "--class_weights", '{"a": 3'), "not JSON: "),
+        ((*FILES, "--threshold", "0.2", "--problem_type", "regression"), "--threshold is for several labels a row"),
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "'bleu': there are loss, accuracy, f1_macro"),
         ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "are loss, f1"),

@@ -226,6 +226,15 @@ def test_a_bad_row_is_named(load, change, message):
     assert "train.jsonl" in str(caught.value)
 
 
+def test_answers_of_some_test_rows_are_not_dropped(load):
+    row = {"context": "c", "choices": ["x", "y"]}
+    known = [row | {"answer": answer} for answer in "AB"]
+    with pytest.raises(
+        ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"
+    ):
+        load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -98,9 +98,41 @@ def write_dataset(folder, rows, splits=("train", "validation")):
     return load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(folder)]))
 
 
-def test_the_tags_of_a_datasets_test_split_are_not_read(tmp_path):
-    found = write_dataset(tmp_path, [{"tokens": ["a"], "ner_tags": ["O"]}], ("train", "validation", "test"))
-    assert found["test"] == [(["a"], [])] and found["train"] == [(["a"], ["O"])]
+@pytest.mark.parametrize(("tags", "known"), [(["O", "O"], []), (["O", "B-X"], ["O", "B-X"])])
+def test_the_tags_of_a_datasets_test_split_are_known_or_all_o(tmp_path, tags, known):
+    rows = [{"tokens": ["a", "b"], "ner_tags": tags}]
+    found = write_dataset(tmp_path, rows, ("train", "validation", "test"))
+    assert found["test"] == [(["a", "b"], known)] and found["train"] == [(["a", "b"], tags)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tags"), [("Ann B-PER\nleft O\n", ["B-PER", "O"]), ("Ann O\nleft O\n", []), ("Ann B-PER\nleft\n", [])]
+)
+def test_a_test_file_has_tags_or_not(tmp_path, caplog, text, tags):
+    (tmp_path / "t.txt").write_text(text)
+    with caplog.at_level("INFO", "hf_attn_variants"):
+        assert read_conll(str(tmp_path / "t.txt"), needs_tags=False) == [(["Ann", "left"], tags)]
+    assert ("tagged and not scored" in caplog.text) == (not tags)
+
+
+def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
+    scored = write(tmp_path / "scored.txt", list(sentences())[::3])
+    results, _ = run("--max_train_steps", 3, "--test_file", scored)
+    assert {name: results[f"test_{name}"] for name in ("f1", "accuracy")} == {
+        name: results[f"eval_{name}"] for name in ("f1", "accuracy")
+    }
+    assert results["test_loss"] == pytest.approx(results["eval_loss"]) and results["test_samples"] == 6
+    assert "\ntest (6 sentences): precision " in capsys.readouterr().out
+    (tmp_path / "other.txt").write_text("Ann B-DOG\n")
+    with pytest.raises(ValueError, match=r"the test tag 'B-DOG' of 'Ann' \(Ann\) is none of B-LOC, B-PER"):
+        run("--max_train_steps", 3, "--test_file", tmp_path / "other.txt", out="other")
+
+
+def test_a_tag_that_nothing_teaches_is_told(run, tmp_path, caplog):
+    (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
+    run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
+    said = "no training sentence has the tag 'B-PRE', which a dev sentence gives to 'Ann' (Ann left)"
+    assert caplog.text.count("no training sentence") == 1 and said in caplog.text
 
 
 @pytest.mark.parametrize(

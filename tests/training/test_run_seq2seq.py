@@ -175,6 +175,15 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
     assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
 
 
+@pytest.mark.parametrize("kind", ["table", "dataset"])
+def test_targets_of_some_test_rows_are_not_dropped(tmp_path, kind):
+    (tmp_path / "test.jsonl").write_text('{"source": "one", "target": null}\n{"source": "two", "target": "zwei"}\n')
+    flags = {"table": ["--test_file", tmp_path / "test.jsonl"], "dataset": ["--dataset_name", tmp_path]}[kind]
+    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
+    with pytest.raises(ValueError, match="row 2: there is a text in column 'target', and the first test row has none"):
+        load_seq2seq_data(args)
+
+
 def test_a_test_split_without_targets_is_predicted(run, source):
     unscored = source.with_name("test.txt")
     unscored.write_text("\n" + source.read_text())

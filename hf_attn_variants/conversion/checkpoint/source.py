@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "cached_folder",
     "check_source",
     "copy_side_files",
+    "foreign_modules",
     "learned_tokens",
     "local_folder",
     "read_config",
@@ -43,6 +44,8 @@ SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+# How this package's `model_type`s begin, and the entries of `auto_map` that lead to a model's code.
+OWN_MODEL_TYPES, MODEL_AUTO_CLASSES = "attn_variant_", ("AutoConfig", "AutoModel")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -206,6 +209,27 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             travels = travels and not _is_refused(folder, relative / file, modules)
             (copied if travels else left_out).append(path)
     return sorted(copied), sorted(left_out)
+
+
+def foreign_modules(config: Mapping[str, Any]) -> set[str]:
+    """Return the files with model code of its own that an upstream checkpoint brings (`auto_map` of its config.json).
+
+    Nothing here runs them: the checkpoint is read as the model that its `model_type` names. Code of tokenizers and
+    processors stays in use, and is not among them.
+    """
+    if config["model_type"].startswith(OWN_MODEL_TYPES):
+        return set()
+    named = {auto: value for auto, value in (config.get("auto_map") or {}).items() if isinstance(value, str)}
+    classes = {auto: value.rpartition("--")[2] for auto, value in named.items() if auto.startswith(MODEL_AUTO_CLASSES)}
+    files = {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in classes.values()}
+    if files:
+        logger.warning(
+            "the checkpoint brings code of its own (%s), which is neither run nor copied: it is converted as the %s "
+            "of transformers",
+            ", ".join(sorted(files)),
+            config["model_type"],
+        )
+    return files
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:

@@ -22,8 +22,22 @@ class KernelStateLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.state: Any = None  # of `AttentionKernel.attend`, a named tuple of tensors
+        self._state: Any = None
         self.tokens_seen = 0
+
+    @property
+    def state(self) -> Any:
+        """What `AttentionKernel.attend` has of the tokens seen: a named tuple of tensors; None before the first."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+        if state is not None:
+            # Whisper's generation cuts and joins the keys and values of every layer, row by row, to return them. No
+            # attention here reads them.
+            self.keys = state[0]
+            self.values = state[0][..., :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -285,6 +285,10 @@ def _absorbed(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     (key_map, value_map), value_dim = maps, module.heads.value_dim
     query = by_head(query, key_map.weight, query.shape[-1])
+    if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
+        # A key's bias adds the same to all logits of a query, which a softmax does not see. But training on several
+        # processes (DDP) waits for a gradient of every parameter.
+        query = query + 0 * key_map.bias.sum()
     bias: torch.Tensor | None = value_map.bias
     sums_weights = _sums_weights(module, value_map, options)
     implementation = EAGER if sums_weights else module.implementation

@@ -16,15 +16,14 @@ from ..engine.table_splits import (
     UNKNOWN,
     Record,
     Source,
-    has_column,
-    missing_column,
+    check_column,
     named_label,
     read_sources,
     text_of,
 )
 from .columns import find_label_column, find_text_columns
 from .labels import Cell, LabelScheme, counted, listed, problem_type_of, read_cell, sorted_names
-from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
+from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
 from .splits import ClassificationSplit, make_rows
 
 __all__ = ["ClassificationData", "load_classification_data"]
@@ -42,6 +41,7 @@ class ClassificationData:
         text_columns: one, or the two of pairs.
         label_column: None where there is none, and texts are predicted alone.
         label_separator: what divides the labels of a row in it, where something does.
+        threshold: of several labels a row, those are predicted whose probability is more.
     """
 
     splits: dict[str, ClassificationSplit]
@@ -49,6 +49,7 @@ class ClassificationData:
     text_columns: tuple[str, ...]
     label_column: str | None
     label_separator: str | None
+    threshold: float
 
 
 @dataclass
@@ -116,26 +117,27 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     """
     sources = read_sources(settings)
     first = next(iter(sources.values())).first
-    settings = with_recorded_columns(
-        settings, first.values, {"text_columns": (), "label_column": ("label_separator",)}
-    )
+    given = settings.threshold
+    columns = {"text_columns": (), "label_column": ("label_separator",)}
+    settings = with_recorded_columns(settings, first.values, columns, ("threshold",))
     text_columns, label_column = _columns(next(iter(sources.items())), settings)
     read = {}
     for name, source in sources.items():
-        has_labels = label_column is not None and has_column(source.first, label_column)
-        if label_column is not None and not has_labels and name != "test":
-            raise missing_column(source.first, label_column, "--label_column")
-        read[name] = _read(name, source, text_columns, label_column if has_labels else None, settings.label_separator)
+        column = check_column(name, source, label_column, "--label_column")
+        read[name] = _read(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
         scheme = _scheme_of_checkpoint(settings, config)
     else:
         scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
+    if given is not None and scheme.problem_type != MULTI_LABEL:
+        raise ValueError(f"--threshold is for several labels a row; here it is {scheme.problem_type}")
     if label_column is None:
         _tell_unread(first, text_columns, scheme)
     values = {name: _values(name, rows, scheme) for name, rows in read.items()}
     _describe(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
-    return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator)
+    threshold = THRESHOLD if settings.threshold is None else settings.threshold
+    return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
 def _tell_unread(first: Record, text_columns: Sequence[str], scheme: LabelScheme) -> None:

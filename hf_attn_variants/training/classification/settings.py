@@ -1,17 +1,26 @@
 """The settings of classification and regression on a user's own tables."""
 
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option
+from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option, parse_json
 from ..engine.table_settings import TableSettings
 
-__all__ = ["METRICS", "MULTI_LABEL", "PROBLEM_TYPES", "REGRESSION", "SINGLE_LABEL", "ClassificationSettings"]
+__all__ = [
+    "METRICS",
+    "MULTI_LABEL",
+    "PROBLEM_TYPES",
+    "REGRESSION",
+    "SINGLE_LABEL",
+    "THRESHOLD",
+    "ClassificationSettings",
+]
 
 # transformers' names.
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+# Of several labels a row, those are predicted whose probability is more.
+THRESHOLD = 0.5
 # The dev metrics of each, beside the loss; the first one tells the best weights where none is named.
 METRICS: dict[str, tuple[str, ...]] = {
     SINGLE_LABEL: ("accuracy", "f1_macro", "f1_micro", "matthews_correlation", "roc_auc"),
@@ -21,10 +30,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 
 def _weights(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return parse_json(text) if text.lstrip().startswith("{") else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +74,9 @@ class ClassificationSettings(TableSettings):
         resume=ALWAYS,
         parse=_weights,
     )
-    threshold: float = option(
-        "Several labels a row: those are predicted whose probability is more (default: %(default)s).",
-        0.5,
+    threshold: float | None = option(
+        f"Several labels a row: those are predicted whose probability is more (default: {THRESHOLD}).",
+        None,
         range=BETWEEN_0_AND_1,
         resume=WITH_BEST_WEIGHTS,
     )
@@ -100,8 +106,9 @@ class ClassificationSettings(TableSettings):
         kind, names, weights = self.problem_type, self.labels, self.class_weights
         if self.label_separator == "":
             raise ValueError("--label_separator must not be empty")
-        if self.label_separator is not None and kind not in (None, MULTI_LABEL):
-            raise ValueError(f"--label_separator is for several labels a row; --problem_type is {kind}")
+        for name in ("label_separator", "threshold"):
+            if getattr(self, name) is not None and kind not in (None, MULTI_LABEL):
+                raise ValueError(f"--{name} is for several labels a row; --problem_type is {kind}")
         if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
             raise ValueError(f"--labels must be different, none blank or with space around it; got {list(names)}")
         if kind == REGRESSION and (names is not None or weights is not None):

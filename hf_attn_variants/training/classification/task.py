@@ -28,11 +28,9 @@ __all__ = ["ClassificationFineTuning"]
 class ClassificationEvaluator(LogitsEvaluator):
     """Evaluates the dev rows; keeps the last predictions, so that the final ones need no second pass."""
 
-    settings: ClassificationSettings
-
-    def __init__(self, scheme: LabelScheme, *args: Any):
+    def __init__(self, scheme: LabelScheme, threshold: float, *args: Any):
         super().__init__(*args)
-        self.scheme = scheme
+        self.scheme, self.threshold = scheme, threshold
         self.predictions: dict[str, Predictions] = {}
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
@@ -42,7 +40,7 @@ class ClassificationEvaluator(LogitsEvaluator):
     def to_predictions(self, logits: np.ndarray) -> Predictions:
         """Return what the model's logits [rows, labels] say."""
         order = list(self.label_map.to_model)
-        return Predictions(self.scheme, logits[:, order], self.settings.threshold)
+        return Predictions(self.scheme, logits[:, order], self.threshold)
 
 
 class ClassificationFineTuning(SequenceClassification[ClassificationSettings, ClassificationEvaluator]):
@@ -85,7 +83,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         test = self.data.splits.get("test")
         self.test = None if test is None else self.eval_set(test)
         run = self.accelerator, model, sets, self.label_map, self.settings, self.output_weights
-        self.evaluator = ClassificationEvaluator(self.scheme, *run)
+        self.evaluator = ClassificationEvaluator(self.scheme, self.data.threshold, *run)
         return self.evaluator if sets else None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -103,6 +101,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             found["label_column"] = self.data.label_column
         if self.data.label_separator is not None:
             found["label_separator"] = self.data.label_separator
+        if self.problem_type == MULTI_LABEL:
+            found["threshold"] = self.data.threshold
         if self.labels is not None:
             found["labels"] = list(self.labels)
         if self.weights is not None:

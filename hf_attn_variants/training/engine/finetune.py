@@ -19,6 +19,7 @@ from .loop_settings import LoopSettings, total_training_steps
 from .losses import Objective
 from .models import model_name
 from .optimization import prepare_training
+from .recorded_columns import warn_of_other_length
 from .session import open_session, start_run
 from .settings import FineTuningSettings
 
@@ -72,6 +73,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
+        warn_of_other_length(settings)
 
     @abstractmethod
     def load_model(self) -> PreTrainedModel:

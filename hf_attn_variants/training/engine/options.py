@@ -15,6 +15,8 @@ from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+from ...table_files import parse_rows, repeated_name
+
 __all__ = [
     "ABOVE_0",
     "ALWAYS",
@@ -109,12 +111,15 @@ def parse_json(text: str) -> Any:
     """Return what a flag's JSON says.
 
     Raises:
-        ArgumentTypeError: for text that is none, with what JSON says of it.
+        ArgumentTypeError: for text that is none, with what JSON says of it, and for a name that stands twice.
     """
     try:
-        return json.loads(text)
+        value = parse_rows(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if (twice := repeated_name(value)) is not None:
+        raise argparse.ArgumentTypeError(f"{twice!r} stands twice in {text}")
+    return value
 
 
 def redefault(owner: type, name: str, default: Any = MISSING, **changed: Any) -> Any:

@@ -10,7 +10,7 @@ from ...files import RESULTS_NAME, load_json
 from ...text_files import has_column
 from .settings import FineTuningSettings
 
-__all__ = ["with_recorded_columns"]
+__all__ = ["warn_of_other_length", "with_recorded_columns"]
 
 logger = logging.getLogger(__name__)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
@@ -33,13 +33,12 @@ def with_recorded_columns(
         others: settings that are taken whatever the columns are.
     """
     path = Path(settings.source).expanduser() / RESULTS_NAME
-    if not settings.only_evaluates or not path.is_file():
-        return settings
     try:
-        results = load_json(path)
-        recorded = {**(results.get("arguments") or {}), **results}
+        recorded = _recorded(settings, path)
     except (AttributeError, TypeError, ValueError) as error:  # of another program, or damaged
         logger.warning("%s does not say which columns were trained on (%s)", path, error)
+        return settings
+    if not recorded:
         return settings
     given = {name for setting in columns for name in _names(getattr(settings, setting))}
     taken: dict[str, Any] = {}
@@ -56,9 +55,35 @@ def with_recorded_columns(
                 taken[way] = recorded[way]
     taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if taken:
-        shown = " ".join(f"--{name} {' '.join(map(repr, _names(value)))}" for name, value in taken.items())
+        shown = " ".join(f"--{name} {_shown(value)}" for name, value in taken.items())
         logger.info("as in %s: %s", path, shown)
     return replace(settings, **taken)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(repr, _names(value))) if isinstance(value, str | tuple | list) else str(value)
+
+
+def warn_of_other_length(settings: FineTuningSettings) -> None:
+    """Warn where a run that only evaluates cuts texts at another length than the model's training did."""
+    if not settings.only_evaluates:
+        return
+    path = Path(settings.source).expanduser() / RESULTS_NAME
+    try:
+        length = _recorded(settings, path).get("max_length", settings.max_length)
+    except (AttributeError, TypeError, ValueError):
+        return
+    if length != settings.max_length:
+        message = "texts are cut at %d tokens, and the model was trained with --max_length %s (%s)"
+        logger.warning(message, settings.max_length, length, path)
+
+
+def _recorded(settings: FineTuningSettings, path: Path) -> dict[str, Any]:
+    """Return the results and arguments of the training of a model that is only evaluated; else nothing."""
+    if not settings.only_evaluates or not path.is_file():
+        return {}
+    results = load_json(path)
+    return {**(results.get("arguments") or {}), **results}
 
 
 def _names(value: Any) -> list[str]:

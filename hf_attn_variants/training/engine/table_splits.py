@@ -15,7 +15,17 @@ from ...text_lines import is_unicode
 from .hub_datasets import load_splits
 from .table_settings import TableSettings
 
-__all__ = ["UNKNOWN", "Record", "Source", "has_column", "missing_column", "named_label", "read_sources", "text_of"]
+__all__ = [
+    "UNKNOWN",
+    "Record",
+    "Source",
+    "check_column",
+    "has_column",
+    "missing_column",
+    "named_label",
+    "read_sources",
+    "text_of",
+]
 
 SPLITS = ("train", "validation", "test")
 # What the Hub has as a label that is not public.
@@ -45,7 +55,7 @@ class Source:
 
     def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records = itertools.chain([self.first], records)
+        self.records: Iterator[Record] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
@@ -114,6 +124,30 @@ def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
 def has_column(record: Record, column: str) -> bool:
     """Say whether a row has a column; of a nested one that is null nobody knows."""
     return text_files.has_column(record.values, column)
+
+
+def check_column(name: str, source: Source, column: str | None, flag: str) -> str | None:
+    """Return the column of a split's labels; None of a test split without it.
+
+    Raises:
+        ValueError: if its first row lacks the column, and it is no test split, or a later row has it.
+    """
+    if column is None or has_column(source.first, column):
+        return column
+    if name != "test":
+        raise missing_column(source.first, column, flag)
+    source.records = _without(column, source.first, source.records)
+    return None
+
+
+def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:
+    for record in records:
+        if has_column(record, column):
+            raise ValueError(
+                f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all "
+                "rows, or to none"
+            )
+        yield record
 
 
 def missing_column(record: Record, column: str, flag: str) -> ValueError:

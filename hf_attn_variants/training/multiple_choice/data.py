@@ -16,6 +16,7 @@ from ..engine.table_splits import (
     UNKNOWN,
     Record,
     Source,
+    check_column,
     has_column,
     missing_column,
     named_label,
@@ -121,10 +122,7 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
 
 def _read(name: str, source: Source, columns: ChoiceColumns, blank: str | None) -> Rows:
     """Read all rows of a split; a blank context or question is one, and is counted."""
-    has_answers = columns.answer is not None and has_column(source.first, columns.answer)
-    if columns.answer is not None and not has_answers and name != "test":
-        raise missing_column(source.first, columns.answer, "--answer_column")
-    rows = Rows(columns.answer if has_answers else None)
+    rows = Rows(check_column(name, source, columns.answer, "--answer_column"))
     names = source.class_names(rows.answer_column)
     blanks: list[str] = []
     for record in source.records:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 from datasets import load_dataset
 
@@ -16,11 +17,16 @@ logger = logging.getLogger(__name__)
 Sentence = tuple[list[str], list[str]]
 
 
-def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
+def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     """Read a file of CoNLL's format: a word first in its line and its tag last, a blank line behind each sentence.
 
     Tabs divide the columns of a line that has one, else spaces do. Any other white space, as the no-break space in
     "2\u00a0000", belongs to its word.
+
+    Args:
+        path: of the file.
+        needs_tags: whether a line without a tag is an error. Else the sentences have tags if each line has one and
+            not all are "O", which stands for tags that are not known.
 
     Raises:
         OSError: if the file cannot be read.
@@ -31,6 +37,7 @@ def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
     # The first line of columns divided by spaces, and the first that has another number.
     first: tuple[int, int] | None = None
     parted: tuple[int, str, int] | None = None
+    untagged = 0  # the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _columns(line)
         words, tags = sentences[-1]
@@ -40,23 +47,33 @@ def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
             continue
         if not cells[0]:
             raise ValueError(f"{path}, line {number}: {line!r} begins with a tab: there is no word before it")
-        if has_tags and (len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-"))):
-            raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+        if len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-")):
+            if needs_tags:
+                raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+            untagged = untagged or number
         if "\t" not in line:
             first = first or (number, len(cells))
             parted = parted or ((number, line, len(cells)) if len(cells) != first[1] else None)
-            if parted and has_tags:
+            if parted and needs_tags:
                 raise ValueError(f"{path}, line {number}: {_parted(line, len(cells), *first)}")
         words.append(cells[0])
-        tags += cells[1:][-1:] if has_tags else []
+        tags.append(cells[-1])
     if parted and first:
         number, line, count = parted
         logger.warning(
             "%s, line %d: %s; its word is %r", path, number, _parted(line, count, *first), _columns(line)[0]
         )
-    if found := [sentence for sentence in sentences if sentence[0]]:
-        return found
-    raise ValueError(f"{path} has no sentence")
+    if not (found := [sentence for sentence in sentences if sentence[0]]):
+        raise ValueError(f"{path} has no sentence")
+    return found if needs_tags else _known(found, path, f"line {untagged} has no tag" if untagged else None)
+
+
+def _known(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
+    """Return test sentences, with tags if these are known; `reason` is why they are not."""
+    if reason is None and any(tag != "O" for _, tags in sentences for tag in tags):
+        return sentences
+    logger.info("%s: %s: its sentences are tagged and not scored", place, reason or "every tag is O")
+    return [(words, []) for words, _ in sentences]
 
 
 def _columns(line: str) -> list[str]:
@@ -84,13 +101,13 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
     splits = ["validation", "test"] if settings.only_evaluates else ["train", "validation", "test"]
     if settings.dataset_name is None:
         files = {split: getattr(settings, f"{split}_file") for split in splits}
-        return {split: read_conll(path, has_tags=split != "test") for split, path in files.items() if path is not None}
+        return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     try:
         found = load_dataset(settings.dataset_name, settings.dataset_config_name)
         names = getattr(found["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
         wanted = {split: found[split] for split in splits if split != "test" or split in found}
-        # The tags of a test split are not read: of many they are not public.
-        return {split: _sentences(rows, names, has_tags=split != "test") for split, rows in wanted.items()}
+        name = settings.dataset_name
+        return {split: _sentences(rows, names, f"{name} ({split})", split != "test") for split, rows in wanted.items()}
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
             f"cannot load --dataset_name {settings.dataset_name} with splits train and validation and columns tokens "
@@ -98,14 +115,24 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         ) from error
 
 
-def _sentences(rows: Iterable[dict], names: list[str] | None, has_tags: bool) -> list[Sentence]:
-    found = [(row["tokens"], row["ner_tags"] if has_tags else []) for row in rows if row["tokens"]]
+def _sentences(rows: Iterable[dict], names: list[str] | None, place: str, needs_tags: bool) -> list[Sentence]:
+    found = [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
     if not found:
         raise ValueError("a split without a word")
-    if wrong := [words for words, tags in found if has_tags and len(words) != len(tags)]:
-        raise ValueError(f"as many tags as words are needed: {' '.join(wrong[0])[:60]!r}")
-    if has_tags and names is None and not all(isinstance(tag, str) for _, tags in found for tag in tags):
-        raise ValueError("numbers as tags, and no names of them")
-    if names and not all(0 <= tag < len(names) for _, tags in found for tag in tags):
-        raise ValueError("a tag that is the number of no name")
-    return [(words, [names[tag] for tag in tags] if names else tags) for words, tags in found]
+    reason = _unreadable(found, names)
+    if reason is not None and needs_tags:
+        raise ValueError(reason)
+    if reason is None and names:
+        found = [(words, [names[tag] for tag in tags]) for words, tags in found]
+    return found if needs_tags else _known(found, place, reason)
+
+
+def _unreadable(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
+    """Return what is wrong with the tags of a `datasets` source; None: nothing."""
+    if wrong := [words for words, tags in sentences if len(words) != len(tags)]:
+        return f"as many tags as words are needed: {' '.join(wrong[0])[:60]!r}"
+    if names is None and not all(isinstance(tag, str) for _, tags in sentences for tag in tags):
+        return "numbers as tags, and no names of them"
+    if names and not all(0 <= tag < len(names) for _, tags in sentences for tag in tags):
+        return "a tag that is the number of no name"
+    return None

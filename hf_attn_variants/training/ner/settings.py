@@ -20,7 +20,7 @@ class NerSettings(FineTuningSettings):
 
     train_file: str | None = option("Training sentences in CoNLL's format, plain or .gz; see below.", None)
     validation_file: str | None = option("Dev sentences, likewise.", None, resume=WITH_BEST_WEIGHTS)
-    test_file: str | None = option("Sentences to tag, with or without tags.", None)
+    test_file: str | None = option("Sentences to tag; if each word has a tag, they are scored.", None)
     dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
     dataset_config_name: str | None = option("Its configuration.", None)
 

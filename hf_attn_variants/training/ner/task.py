@@ -1,5 +1,6 @@
 """Fine-tuning on token classification: tokens and their labels, and the scores of whole entities."""
 
+import logging
 import re
 from typing import Any
 
@@ -19,6 +20,8 @@ from .data import Sentence, load_sentences
 from .settings import METRICS, NerSettings
 
 __all__ = ["NerFineTuning", "score_entities"]
+
+logger = logging.getLogger(__name__)
 
 
 def score_entities(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
@@ -56,12 +59,32 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}
         id2label: Any = self.config.id2label
         had = {str(name) for name in id2label.values()}
+        if not self.settings.only_evaluates:
+            self._warn_of_unlearned()
         labels = had if labels <= had else labels | {"O"}  # a tagger may know more than these sentences have
         model, _ = load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
         self.names: Any = model.config.id2label
         self.labels: Any = model.config.label2id
+        self._check_test_tags()
         self.rows = [row for row, _ in map(self._encode, self.splits["train"])]
         return model
+
+    def _warn_of_unlearned(self) -> None:
+        """Warn of tags that only the dev sentences have: an output for each is made, and nothing teaches it."""
+        learned = {tag for _, tags in self.splits["train"] for tag in tags}
+        for words, tags in self.splits["validation"]:
+            for word, tag in zip(words, tags, strict=True):
+                if tag not in learned:
+                    learned.add(tag)
+                    message = "no training sentence has the tag %r, which a dev sentence gives to %r (%.60s)"
+                    logger.warning(message, tag, word, " ".join(words))
+
+    def _check_test_tags(self) -> None:
+        for words, tags in self.splits.get("test", ()):
+            for word, tag in zip(words, tags, strict=False):  # as many, or none
+                if tag not in self.labels:
+                    there = ", ".join(sorted(self.labels))
+                    raise ValueError(f"the test tag {tag!r} of {word!r} ({' '.join(words):.60}) is none of {there}")
 
     def _encode(self, sentence: Sentence) -> tuple[dict[str, list[int]], dict[int, int]]:
         """Return a sentence's tokens with their labels, -100 but at the first of a word, and the places of these."""
@@ -121,7 +144,18 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if "test" not in self.splits:
             return {}, {}
-        return {}, {"test.txt": _conll(self.splits["test"], self._tag("test")[0])}
+        sentences, (tags, loss) = self.splits["test"], self._tag("test")
+        results: dict[str, Any] = {"test_samples": len(sentences)}
+        if sentences[0][1]:
+            scores = {**score_entities(tags, [tags for _, tags in sentences]), "loss": loss}
+            results |= {f"test_{name}": value for name, value in scores.items()}
+        return results, {"test.txt": _conll(sentences, tags)}
+
+    def summary(self, results: dict[str, Any]) -> str:
+        if "test_f1" not in results:
+            return super().summary(results)
+        scores = ", ".join(f"{name} {results[f'test_{name}']:.4f}" for name in METRICS)
+        return f"{super().summary(results)}\ntest ({results['test_samples']} sentences): {scores}; "
 
 
 def _hash(sentences: list[Sentence]) -> str:
