@@ -75,6 +75,8 @@ def test_repeated_and_unknown_text_is_told(caplog):
     assert "only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
     assert "unknown to the tokenizer" in said(caplog, language(), rows)
+    with pytest.raises(ValueError, match="100% of the calibration's tokens are unknown to the tokenizer"):
+        said(caplog, language(), [[2] * 12] * 200)
     with pytest.raises(ValueError, match="all 200 calibration texts are the same"):
         said(caplog, language(1) * 200)
 

@@ -24,7 +24,8 @@ PIECES = 1.9
 LONGEST_WORD = 12.0
 # Different tokens, as a share of those of uniform draws: text has 0.1 to 0.3, random tokens 0.9.
 DISTINCT = 0.6
-UNKNOWN = 0.05  # of the tokens
+# Of the tokens: what is told, and what is refused.
+UNKNOWN, MOSTLY_UNKNOWN = 0.05, 0.9
 # Of the loss of a guess, ln(vocabulary): a source that is hardly better does not know this kind of text.
 LOSS = 0.5
 # As a part of the full range: -60 dB.
@@ -77,7 +78,7 @@ def check_texts(
         vocabulary: how many tokens the model has.
 
     Raises:
-        ValueError: if all texts are one.
+        ValueError: if all texts are one, or hardly a token is known: whatever comes out would count as kept.
     """
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
     if (different := len(set(joined))) == 1 < len(joined):
@@ -92,6 +93,8 @@ def check_texts(
     if len(tokens) < LEAST_TOKENS:
         return
     share = sum(token == unknown for token in tokens) / len(tokens)
+    if share > MOSTLY_UNKNOWN:
+        raise ValueError(f"{share:.0%} of the calibration's tokens are unknown to the tokenizer: is it the model's?")
     if share > UNKNOWN:
         message = "%.0f %% of the calibration's tokens are unknown to the tokenizer: is it the model's?"
         logger.warning(message, 100 * share)
