@@ -25,8 +25,8 @@ BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "embeddings": 0.8}
 
 NOT_KEPT = (
     "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
-    "for, or train it on (a model of text: `attn-variants uptrain`); `attn-variants frontier` shows what each choice "
-    "loses."
+    "for, or train it afterwards (`attn-variants uptrain`, for models of text). `attn-variants frontier` shows what "
+    "each choice loses."
 )
 
 logger = logging.getLogger(__name__)
