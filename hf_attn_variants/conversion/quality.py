@@ -39,12 +39,13 @@ class Quality:
     Args:
         measure: "tokens" = the share of written tokens that change; "loss" = nats a token above the source's;
             "predictions" = the share that changes; "embeddings" = the mean cosine to the source's.
-        value: what was found; None = the converted model's outputs are no numbers.
+        value: what was found; None = the converted model's outputs are no numbers, or the examples are `alike`.
         bound: the most of it, for embeddings the least, at which the model counts as kept.
         examples: how many were held out.
         losses: of the source and of the converted model, nats a token, where they were measured.
         runaway: of a model that writes: the examples of which it writes more than twice as much as the source. It
             repeats itself there, mostly, which makes much of `value`.
+        alike: of embeddings: the source gives all examples the same, so that there is nothing to compare.
     """
 
     measure: str
@@ -53,14 +54,15 @@ class Quality:
     examples: int
     losses: tuple[float, float] | None = None
     runaway: int = 0
+    alike: bool = False
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Quality | None":
         """Return what a report holds as `to_dict` made it; None where it is none of this version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
-        runaway = values.get("runaway", 0)
-        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], runaway=runaway)
+        others = {name: values[name] for name in ("runaway", "alike") if name in values}
+        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], **others)
 
     @property
     def is_kept(self) -> bool:
@@ -70,6 +72,8 @@ class Quality:
         return self.value >= self.bound if self.measure == "embeddings" else self.value <= self.bound
 
     def __str__(self) -> str:
+        if self.alike:
+            return "its source gives all examples one embedding, with which nothing can be compared"
         if self.value is None:
             return "its outputs are no numbers"
         return {
@@ -116,8 +120,9 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
     """
     if quality is None or quality.is_kept:
         return
+    begin = "nothing says whether the conversion has" if quality.alike else "the conversion has not"
     message = (
-        f"the conversion has not kept the model: {quality} ({quality.examples} held-out examples; the bound is "
+        f"{begin} kept the model: {quality} ({quality.examples} held-out examples; the bound is "
         f"{quality.shown_bound}). {NOT_KEPT}"
     )
     if not strict:

@@ -98,6 +98,18 @@ def test_a_model_that_does_not_end_is_counted():
     assert outputs.compared_with(model).runaway == 51
 
 
+def test_examples_that_are_alike_say_nothing():
+    model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
+    given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
+    outputs = SourceOutputs(
+        model, given.tokenizer, given, make_batches(model, given.tokenizer, given, torch.Generator())[1]
+    )
+    found = outputs.compared_with(model)
+    assert found.alike and found.value is None and not found.is_kept
+    assert str(found) == "its source gives all examples one embedding, with which nothing can be compared"
+    assert str(Quality.of(found.to_dict())) == str(found)
+
+
 def test_bounds():
     assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 4
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):

@@ -122,14 +122,14 @@ def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--model_name_or_path", "nowhere"], "there is no checkpoint folder 'nowhere'"),
-        (["--evaluations", "missing.json"], "missing.json"),
-        (["--card", "missing.md"], "missing.md"),
-        (["--repo_id", "a/b/c"], "cannot be a repository's name"),
+        (["nowhere"], "there is no checkpoint folder 'nowhere'"),
+        (["CONVERTED", "--evaluations", "missing.json"], "missing.json"),
+        (["CONVERTED", "--card", "missing.md"], "missing.md"),
+        (["CONVERTED", "--repo_id", "a/b/c"], "cannot be a repository's name"),
     ],
 )
 def test_a_users_error_is_one_line_and_status_2(converted, capsys, more, message):
-    arguments = ["--model_name_or_path", str(converted), "--dry_run", *more]
-    assert run_script(lambda: main(parse_args(arguments))) == 2
+    arguments = [str(converted) if each == "CONVERTED" else each for each in more]
+    assert run_script(lambda: main(parse_args([*arguments, "--dry_run"]))) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error

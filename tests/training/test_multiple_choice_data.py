@@ -229,9 +229,7 @@ def test_a_bad_row_is_named(load, change, message):
 def test_answers_of_some_test_rows_are_not_dropped(load):
     row = {"context": "c", "choices": ["x", "y"]}
     known = [row | {"answer": answer} for answer in "AB"]
-    with pytest.raises(
-        ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"
-    ):
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
 
 

@@ -31,6 +31,8 @@ __all__ = ["SourceOutputs"]
 MASKED = 0.15  # of the tokens, as in arXiv 1810.04805
 # With fewer embeddings than this no mean is subtracted.
 LEAST_CENTRED = 4
+# Of embeddings in float32 that are the same.
+ROUNDING = 1e-5
 # Tokens: twice as much as less than this is no text that does not end.
 SHORT = 8
 
@@ -81,7 +83,9 @@ class SourceOutputs:
         if "loss" in self._own and "loss" in outputs:
             losses = _losses(self._own["loss"], outputs["loss"])
         runaway = _runaway(self._own["tokens"], outputs["tokens"]) if self._measure == "tokens" else 0
-        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway)
+        alike = self._measure == "embeddings" and _are_alike(self._own["embeddings"])
+        value = None if alike else value
+        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway, alike)
 
     @contextmanager
     def _generating_alike(self, model: PreTrainedModel) -> Iterator[None]:
@@ -217,6 +221,12 @@ def _compared(
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
     cosine = float(cosine_similarity(own - mean, others - mean).mean())
     return (cosine if math.isfinite(cosine) else None), None
+
+
+def _are_alike(embeddings: torch.Tensor) -> bool:
+    """Say whether several examples have the same embedding [b, D], but for rounding."""
+    spread = (embeddings - embeddings.mean(0)).norm()
+    return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())
 
 
 def _runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
