@@ -74,7 +74,8 @@ def text(tmp_path_factory):
 
 def argv_of(text, tokenizer, out, *more):
     argv = ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", out, "--max_length", 24]
-    argv += ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
+    argv += [] if "--train_file" in more else ["--train_file", *sorted(text.glob("train-*.txt.gz"))]
+    argv += [] if "--validation_file" in more else ["--validation_file", text / "valid.txt"]
     argv += ["--per_device_train_batch_size", 4, "--max_eval_samples", 8, "--learning_rate", "1e-3", "--cpu"]
     argv += ["--logging_steps", 1, "--shuffle_buffer_size", 10, "--disable_tqdm", *more]
     return [str(item) for item in argv]

@@ -74,7 +74,7 @@ def run(grouped_bert, bert, source, tmp_path):
     def flags(objective, *more, model, teacher, steps, output_dir):
         pairs = ["--source_file", source, "--target_file", source.with_name("target.txt")]
         is_t5 = Path(model).parent.name.startswith("t5")  # a folder "bert5" is none
-        text = pairs if is_t5 else ["--train_file", source]
+        text = pairs if is_t5 else [] if "--train_file" in more else ["--train_file", source]
         argv = ["--model_name_or_path", model, "--objective", objective, *text, "--output_dir", output_dir]
         argv += ["--teacher", teacher] if teacher is not None else []
         argv += ["--max_train_steps", steps] if steps is not None else []
