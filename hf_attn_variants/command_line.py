@@ -49,12 +49,11 @@ class _Once:
         action: Any = super()
         action.__call__(parser, namespace, values, flag)
         value = getattr(namespace, self.dest)
-        if flag is not None and self._parsed is not None and self._parsed[0] is namespace:
-            before = self._parsed[1]
-            if before != value and isinstance(value, list):
-                parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
-            if before != value:
-                print(f"note: {flag} is given twice: {value} is taken, and {before} is not", file=sys.stderr)
+        is_second = self._parsed is not None and self._parsed[0] is namespace and self._parsed[1] != value
+        if flag is not None and is_second and isinstance(value, list):
+            parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
+        if flag is not None and is_second:  # the values themselves may be secrets
+            print(f"note: {flag} is given twice, with two values: the last one counts", file=sys.stderr)
         self._parsed = (namespace, value)
 
 

@@ -22,8 +22,8 @@ MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose q
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 # What programs write in the place of a CSV's comma: Excel a semicolon, where a comma is the decimal point.
 OTHER_SEPARATORS = ";\t|"
-# A cell whose quotes do not count, for they do not stand at its edges.
-SPACED_QUOTES = re.compile(r'\s+".*|".*"\s+', re.DOTALL)
+# Of a cell whose quotes do not count, for white space stands before them.
+SPACED_QUOTES = re.compile(r'\s+"')
 # What is said of the csv module's errors, by its own words.
 ADVICE = {
     "unexpected end of data": "a quote begins in this row and does not end",
@@ -102,7 +102,7 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
                 raise ValueError(f"{place}: two columns are named {twice!r}; rename one")
             continue
         number += 1
-        spaced = None if tabs or is_told else next((cell for cell in cells if SPACED_QUOTES.fullmatch(cell)), None)
+        spaced = None if tabs or is_told else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
         if spaced is not None:
             is_told = True
             message = "%s: a space stands before the quotes of %.60r: they are read as text, and hold no cell together"

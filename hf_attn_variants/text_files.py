@@ -11,6 +11,7 @@ from .table_files import TABLE_SUFFIXES, read_records, row_place
 from .text_lines import is_blank, is_unicode, lines_of, suffix_of
 
 __all__ = [
+    "check_unused",
     "column_names",
     "column_value",
     "has_column",
@@ -61,7 +62,11 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
 
 
 def read_columns(
-    paths: Sequence[str | os.PathLike], columns: Sequence[str], named_by: str | None = None, keep_blank: bool = False
+    paths: Sequence[str | os.PathLike],
+    columns: Sequence[str],
+    named_by: str | None = None,
+    keep_blank: bool = False,
+    unused: str | None = None,
 ) -> list[tuple[str, ...]]:
     """Return the rows of text columns of tables; those with a blank one are left out.
 
@@ -71,6 +76,7 @@ def read_columns(
         columns: their names, as `column_value` reads them.
         named_by: the flag, or flags, that name them; an error over a missing one says so.
         keep_blank: rows with a blank text too.
+        unused: a column that the first row has no text in: no row may have any, for it would be dropped.
 
     Raises:
         OSError: if a file cannot be read.
@@ -81,6 +87,7 @@ def read_columns(
         found, lines = [], []
         for record in read_records(path):
             values = record.values
+            check_unused(values, unused, record.place)
             texts = tuple(column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if text is None and name not in column_names(values):
@@ -95,6 +102,14 @@ def read_columns(
             raise ValueError(f"{path} is empty: it has no row of text")
         rows += found if keep_blank else _filled(str(path), "row", found, _places_in(path, lines))
     return rows
+
+
+def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
+    """Raise ValueError if a row has a text in a column of which the first row has none: it would be dropped."""
+    if column is not None and isinstance(text := column_value(row, column), str) and not is_blank(text):
+        raise ValueError(
+            f"{place}: there is a text in column {column!r}, and the first row has none: give one to all, or to none"
+        )
 
 
 def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:

@@ -25,7 +25,7 @@ from .calibration.texts import CalibrationLike, as_calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.loading import model_of_tensors
 from .checkpoint.reading import open_checkpoint
-from .checkpoint.source import foreign_modules, read_config, resolve_source
+from .checkpoint.source import read_config, resolve_source, warn_of_own_code
 from .checkpoint_folder import generation_config, plan_folder
 from .converted_tensors import converted_tensors
 from .latents import lost_by_rank, weight_forms
@@ -204,7 +204,6 @@ def load_converted(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        foreign_modules(config)  # for its warning
         calibrated = calibrate(plan, reader, source, request.calibration)
         tensors = converted_tensors(plan, reader, calibrated.attentions)
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
@@ -249,8 +248,7 @@ def convert_checkpoint(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        unused = foreign_modules(config)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_travels, history, unused))
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_travels, history))
         calibrated = calibrate(plan, reader, source, request.calibration)
         quality = _quality_of_files(plan, reader, calibrated, folder)
         with new.written(calibrated.attentions) as (stage, layers):
@@ -277,12 +275,9 @@ def convert_checkpoint(
     return report
 
 
-def _travels(history: ModelHistory, unused: set[str], name: str) -> bool:
-    """Say whether a file goes along: all but the source's card and code that nothing runs.
-
-    The history has the card's terms, if they can be read.
-    """
-    return name not in unused and (name != CARD_NAME or not history.has_all_terms)
+def _travels(history: ModelHistory, name: str) -> bool:
+    """Say whether a file goes along: all but the source's card. The history has its terms, if they can be read."""
+    return name != CARD_NAME or not history.has_all_terms
 
 
 def _quality(calibrated: CalibrationResult, model: PreTrainedModel) -> Quality | None:
@@ -335,6 +330,7 @@ class _Request:
         self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
     ) -> ConversionPlan:
         """Return the checked plan; warn where heads are averaged and nobody asked for that."""
+        warn_of_own_code(config)
         fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         entries = reader.entries
         if self.kv_cache_bytes is not None:

@@ -158,10 +158,11 @@ def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, 
             ["--method", "mean", "--method", "first"],
             "method",
             "first",
-            "--method is given twice: first is taken, and m",
+            "note: --method is given twice, with two values: the last",
         ),
-        (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed is given twice: 4 is taken, and 3 is not"),
-        (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, "False is taken"),
+        (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed is given twice"),
+        (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, "is given twice"),
+        (["--token", "hf_first", "--token", "hf_secret"], "token", "hf_secret", "note: --token is given twice"),
         (["--seed", "3", "--seed", "3"], "seed", 3, ""),
     ],
 )
@@ -170,7 +171,7 @@ def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, f
     calibrated = ["bert", "--output_dir", "out", "--calibration_file", __file__]
     assert getattr(parse([*calibrated, *flags]), field) == value
     said = capsys.readouterr().err
-    assert note in said and bool(said) == bool(note)
+    assert note in said and bool(said) == bool(note) and "hf_" not in said
 
 
 def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):

@@ -298,11 +298,15 @@ def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
 
 
 def test_labels_that_are_not_read_are_told(run, sorts, caplog):
-    train, dev, _, _ = sorts
+    train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     (out / "all_results.json").unlink()
     results, _ = run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="again", test=dev)
     assert "test_accuracy" not in results
+    some = [{"what is said": "a cat"}, {"what is said": "a dog", "said": "animal"}]
+    test.write_text("".join(json.dumps(row) + "\n" for row in some))
+    run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="some", test=test)
+    assert "column 'said' may have labels" in caplog.text
     assert "column 'kind of $' may have labels, and is not read: --label_column 'kind of $' scores" in caplog.text
 
 

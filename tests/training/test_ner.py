@@ -113,6 +113,7 @@ def test_a_test_file_has_tags_or_not(tmp_path, caplog, text, tags):
     with caplog.at_level("INFO", "hf_attn_variants"):
         assert read_conll(str(tmp_path / "t.txt"), needs_tags=False) == [(["Ann", "left"], tags)]
     assert ("tagged and not scored" in caplog.text) == (not tags)
+    assert any(record.levelname == "WARNING" for record in caplog.records) == ("B-PER" in text and not tags)
 
 
 def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):

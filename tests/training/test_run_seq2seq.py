@@ -180,7 +180,7 @@ def test_targets_of_some_test_rows_are_not_dropped(tmp_path, kind):
     (tmp_path / "test.jsonl").write_text('{"source": "one", "target": null}\n{"source": "two", "target": "zwei"}\n')
     flags = {"table": ["--test_file", tmp_path / "test.jsonl"], "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
-    with pytest.raises(ValueError, match="row 2: there is a text in column 'target', and the first test row has none"):
+    with pytest.raises(ValueError, match="row 2: there is a text in column 'target', and the first row has none"):
         load_seq2seq_data(args)
 
 

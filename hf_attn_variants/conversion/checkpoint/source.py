@@ -31,12 +31,12 @@ __all__ = [
     "cached_folder",
     "check_source",
     "copy_side_files",
-    "foreign_modules",
     "learned_tokens",
     "local_folder",
     "read_config",
     "resolve_source",
     "side_files",
+    "warn_of_own_code",
 ]
 
 logger = logging.getLogger(__name__)
@@ -211,25 +211,16 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     return sorted(copied), sorted(left_out)
 
 
-def foreign_modules(config: Mapping[str, Any]) -> set[str]:
-    """Return the files with model code of its own that an upstream checkpoint brings (`auto_map` of its config.json).
+def warn_of_own_code(config: Mapping[str, Any]) -> None:
+    """Warn of model code that an upstream checkpoint brings (`auto_map` of its config.json): nothing here runs it.
 
-    Nothing here runs them: the checkpoint is read as the model that its `model_type` names. Code of tokenizers and
-    processors stays in use, and is not among them.
+    The checkpoint is read as the model that its `model_type` names. Code of tokenizers and processors stays in use.
     """
-    if config["model_type"].startswith(OWN_MODEL_TYPES):
-        return set()
-    named = {auto: value for auto, value in (config.get("auto_map") or {}).items() if isinstance(value, str)}
-    classes = {auto: value.rpartition("--")[2] for auto, value in named.items() if auto.startswith(MODEL_AUTO_CLASSES)}
-    files = {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in classes.values()}
-    if files:
-        logger.warning(
-            "the checkpoint brings code of its own (%s), which is neither run nor copied: it is converted as the %s "
-            "of transformers",
-            ", ".join(sorted(files)),
-            config["model_type"],
-        )
-    return files
+    named = (config.get("auto_map") or {}).items()
+    classes = [value for auto, value in named if auto.startswith(MODEL_AUTO_CLASSES)]
+    if classes and not config["model_type"].startswith(OWN_MODEL_TYPES):
+        message = "the checkpoint brings code of its own (%s), which is not run: it is converted as transformers' %s"
+        logger.warning(message, ", ".join(map(str, classes)), config["model_type"])
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:

@@ -33,11 +33,10 @@ class KernelStateLayer(DynamicLayer):
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        if state is not None:
-            # Whisper's generation cuts and joins the keys and values of every layer, row by row, to return them. No
-            # attention here reads them.
-            self.keys = state[0]
-            self.values = state[0][..., :0]
+        # Whisper's generation cuts and joins the keys and values of every layer, row by row, to return them. No
+        # attention here reads them.
+        self.keys = None if state is None else state[0]
+        self.values = None if state is None else state[0][..., :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -14,7 +14,6 @@ from ...text_lines import is_blank
 from ..engine.recorded_columns import with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
-    Record,
     Source,
     check_column,
     named_label,
@@ -62,6 +61,7 @@ class Rows:
     files: list[str] = field(default_factory=list)
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)  # the first row with each column that earlier ones lack
 
     def where(self, row: int) -> str:
         """Say where a label is: file, line, row and column."""
@@ -85,7 +85,11 @@ def _read(
     rows = Rows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
+    known = set(source.first.values)
     for record in source.records:
+        if not known.issuperset(record.values):
+            known.update(record.values)
+            rows.others.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
             texts.append(text_of(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
@@ -132,7 +136,7 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     if given is not None and scheme.problem_type != MULTI_LABEL:
         raise ValueError(f"--threshold is for several labels a row; here it is {scheme.problem_type}")
     if label_column is None:
-        _tell_unread(first, text_columns, scheme)
+        _tell_unread([first.values, *read["test"].others], text_columns, scheme)
     values = {name: _values(name, rows, scheme) for name, rows in read.items()}
     _describe(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
@@ -140,12 +144,14 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
-def _tell_unread(first: Record, text_columns: Sequence[str], scheme: LabelScheme) -> None:
+def _tell_unread(rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme) -> None:
     """Say which column of test rows may have labels, where none is read."""
-    for column in column_names(first.values):
-        if column not in text_columns and str(column_value(first.values, column)).strip() in scheme.names:
-            message = "test: column %r may have labels, and is not read: --label_column %r scores the predictions"
-            logger.warning(message, column, column)
+    named = {
+        name for row in rows for name in column_names(row) if str(column_value(row, name)).strip() in scheme.names
+    }
+    for column in sorted(named.difference(text_columns)):
+        message = "test: column %r may have labels, and is not read: --label_column %r scores the predictions"
+        logger.warning(message, column, column)
 
 
 def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:

@@ -13,6 +13,8 @@ from .settings import FineTuningSettings
 __all__ = ["warn_of_other_length", "with_recorded_columns"]
 
 logger = logging.getLogger(__name__)
+# What results of another program, or damaged ones, raise.
+UNREADABLE = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
@@ -32,13 +34,12 @@ def with_recorded_columns(
         columns: the settings that name columns; with each, the settings that say how that column is read.
         others: settings that are taken whatever the columns are.
     """
-    path = Path(settings.source).expanduser() / RESULTS_NAME
-    try:
-        recorded = _recorded(settings, path)
-    except (AttributeError, TypeError, ValueError) as error:  # of another program, or damaged
-        logger.warning("%s does not say which columns were trained on (%s)", path, error)
+    if (path := _results_of(settings)) is None:
         return settings
-    if not recorded:
+    try:
+        recorded = _recorded(path)
+    except UNREADABLE as error:
+        logger.warning("%s does not say which columns were trained on (%s)", path, error)
         return settings
     given = {name for setting in columns for name in _names(getattr(settings, setting))}
     taken: dict[str, Any] = {}
@@ -66,22 +67,24 @@ def _shown(value: Any) -> str:
 
 def warn_of_other_length(settings: FineTuningSettings) -> None:
     """Warn where a run that only evaluates cuts texts at another length than the model's training did."""
-    if not settings.only_evaluates:
+    if (path := _results_of(settings)) is None:
         return
-    path = Path(settings.source).expanduser() / RESULTS_NAME
     try:
-        length = _recorded(settings, path).get("max_length", settings.max_length)
-    except (AttributeError, TypeError, ValueError):
+        length = _recorded(path).get("max_length", settings.max_length)
+    except UNREADABLE:
         return
     if length != settings.max_length:
         message = "texts are cut at %d tokens, and the model was trained with --max_length %s (%s)"
         logger.warning(message, settings.max_length, length, path)
 
 
-def _recorded(settings: FineTuningSettings, path: Path) -> dict[str, Any]:
-    """Return the results and arguments of the training of a model that is only evaluated; else nothing."""
-    if not settings.only_evaluates or not path.is_file():
-        return {}
+def _results_of(settings: FineTuningSettings) -> Path | None:
+    """Return the results of the training of a model that is only evaluated, if they are there."""
+    path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
+    return path if path is not None and path.is_file() else None
+
+
+def _recorded(path: Path) -> dict[str, Any]:
     results = load_json(path)
     return {**(results.get("arguments") or {}), **results}
 

@@ -15,6 +15,8 @@ __all__ = ["Sentence", "load_sentences", "read_conll"]
 logger = logging.getLogger(__name__)
 # Words, and the tag of each: "O", or "B-" or "I-" and the kind of entity; no tags: not known.
 Sentence = tuple[list[str], list[str]]
+# What stands for the tag of a word without one.
+UNTAGGED = ""
 
 
 def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
@@ -47,17 +49,17 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
             continue
         if not cells[0]:
             raise ValueError(f"{path}, line {number}: {line!r} begins with a tab: there is no word before it")
-        if len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-")):
-            if needs_tags:
-                raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
-            untagged = untagged or number
+        is_tagged = len(cells) > 1 and (cells[-1] == "O" or cells[-1][:2] in ("B-", "I-"))
+        if needs_tags and not is_tagged:
+            raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+        untagged = untagged or (0 if is_tagged else number)
         if "\t" not in line:
             first = first or (number, len(cells))
             parted = parted or ((number, line, len(cells)) if len(cells) != first[1] else None)
             if parted and needs_tags:
                 raise ValueError(f"{path}, line {number}: {_parted(line, len(cells), *first)}")
         words.append(cells[0])
-        tags.append(cells[-1])
+        tags.append(cells[-1] if is_tagged else UNTAGGED)
     if parted and first:
         number, line, count = parted
         logger.warning(
@@ -70,9 +72,11 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
 def _known(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
     """Return test sentences, with tags if these are known; `reason` is why they are not."""
-    if reason is None and any(tag != "O" for _, tags in sentences for tag in tags):
+    some = any(tag not in ("O", UNTAGGED) for _, tags in sentences for tag in tags)
+    if reason is None and some:
         return sentences
-    logger.info("%s: %s: its sentences are tagged and not scored", place, reason or "every tag is O")
+    level = logging.WARNING if some else logging.INFO  # then it has tags, and not everywhere
+    logger.log(level, "%s: %s: its sentences are tagged and not scored", place, reason or "every tag is O")
     return [(words, []) for words, _ in sentences]
 
 

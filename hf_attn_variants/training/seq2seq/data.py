@@ -1,7 +1,7 @@
 """Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are in `worded_tasks`."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...table_files import read_records, row_place
-from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
+from ...text_files import check_unused, column_names, column_value, has_text, read_columns, read_lines, read_pairs
 from ..engine.hub_datasets import load_splits
 from ..engine.recorded_columns import with_recorded_columns
 from ..engine.tokenizers import check_max_length
@@ -160,21 +160,11 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple
     if source is not None:
         return [(line,) for line in read_lines([source], keep_blank=True)]
     if table is not None:
-        if only_sources := name == "test" and not has_text(table[0], columns[1]):
-            _check_no_text(columns[1], ((row.place, row.values) for path in table for row in read_records(Path(path))))
-            columns = columns[:1]
-        return read_columns(table, columns, "--source_column and --target_column", keep_blank=only_sources)
+        flags = "--source_column and --target_column"
+        if name == "test" and not has_text(table[0], columns[1]):
+            return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
+        return read_columns(table, columns, flags)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
-
-
-def _check_no_text(column: str, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Raise ValueError if some test row, of which the place is given too, has a target; the first has none."""
-    for place, row in rows:
-        if isinstance(text := column_value(row, column), str) and text.strip():
-            raise ValueError(
-                f"{place}: there is a text in column {column!r}, and the first test row has none: give one to all, or "
-                "to none"
-            )
 
 
 def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
@@ -182,12 +172,12 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
         return None
+    unused = None
     if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
-        place = f"{settings.dataset_name} ({split})"
-        _check_no_text(columns[1], ((row_place(place, None, i), row) for i, row in enumerate(splits[split], start=1)))
-        columns = columns[:1]  # its targets are not public, as those of many test splits
+        columns, unused = columns[:1], columns[1]  # its targets are not public, as those of many test splits
     rows = []
     for number, row in enumerate(splits[split], start=1):
+        check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
         texts = tuple(column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
