@@ -44,8 +44,8 @@ SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
-# How this package's `model_type`s begin, and the entries of `auto_map` that lead to a model's code.
-OWN_MODEL_TYPES, MODEL_AUTO_CLASSES = "attn_variant_", ("AutoConfig", "AutoModel")
+# What the names of this package's classes have, and the entries of `auto_map` that lead to a model's code.
+OWN_CLASSES, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -216,11 +216,11 @@ def warn_of_own_code(config: Mapping[str, Any]) -> None:
 
     The checkpoint is read as the model that its `model_type` names. Code of tokenizers and processors stays in use.
     """
-    named = (config.get("auto_map") or {}).items()
-    classes = [value for auto, value in named if auto.startswith(MODEL_AUTO_CLASSES)]
-    if classes and not config["model_type"].startswith(OWN_MODEL_TYPES):
+    named = config.get("auto_map")
+    classes = [str(named[auto]) for auto in named or () if auto.startswith(MODEL_AUTO_CLASSES)]
+    if others := [name for name in classes if OWN_CLASSES not in name]:
         message = "the checkpoint brings code of its own (%s), which is not run: it is converted as transformers' %s"
-        logger.warning(message, ", ".join(map(str, classes)), config["model_type"])
+        logger.warning(message, ", ".join(others), config.get("model_type"))
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:

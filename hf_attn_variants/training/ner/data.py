@@ -126,7 +126,9 @@ def _sentences(rows: Iterable[dict], names: list[str] | None, place: str, needs_
     reason = _unreadable(found, names)
     if reason is not None and needs_tags:
         raise ValueError(reason)
-    if reason is None and names:
+    if reason is not None:
+        found = [(words, []) for words, _ in found]
+    elif names:
         found = [(words, [names[tag] for tag in tags]) for words, tags in found]
     return found if needs_tags else _known(found, place, reason)
 
