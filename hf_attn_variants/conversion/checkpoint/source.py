@@ -216,8 +216,8 @@ def warn_of_own_code(config: Mapping[str, Any]) -> None:
 
     The checkpoint is read as the model that its `model_type` names. Code of tokenizers and processors stays in use.
     """
-    named = config.get("auto_map")
-    classes = [str(named[auto]) for auto in named or () if auto.startswith(MODEL_AUTO_CLASSES)]
+    named = config.get("auto_map") or {}
+    classes = [str(named[auto]) for auto in named if auto.startswith(MODEL_AUTO_CLASSES)]
     if others := [name for name in classes if OWN_CLASSES not in name]:
         message = "the checkpoint brings code of its own (%s), which is not run: it is converted as transformers' %s"
         logger.warning(message, ", ".join(others), config.get("model_type"))
