@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .bfloat16 import make_bfloat16
-from .int8_linear import Int8Linear, check_engine
+from .int8_linear import Int8Linear
+from .int8_products import check_engine
 from .kept_maps import LEAST_WEIGHTS, int8_maps
 
 __all__ = ["quantize"]

@@ -10,6 +10,7 @@ from fixtures.rounded_maps import rounded_model, worst_error
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 from hf_attn_variants import quantize, share_memory
+from hf_attn_variants.quantization import int8_products
 from hf_attn_variants.quantization.int8_linear import Int8Linear
 from hf_attn_variants.quantization.kept_maps import int8_maps
 
@@ -25,6 +26,15 @@ MORE = {
     | {"attention_pattern": "sliding_window", "attention_window": 4},
     "additive": {"score_function": "additive"},
 }
+
+
+@pytest.fixture(params=["vnni", "engine"])
+def way(request, monkeypatch):
+    """Each of the two ways of multiplying, as far as this processor has it."""
+    if request.param == "vnni" and not int8_products.has_vnni():
+        pytest.skip("this processor has no VNNI")
+    monkeypatch.setattr(int8_products, "has_vnni", lambda: request.param == "vnni")
+    return request.param
 
 
 def int8_paths(model):
@@ -62,7 +72,7 @@ def test_each_variant(variant):
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_each_mechanism(name):
+def test_each_mechanism(name, way):
     head = "T5ForConditionalGeneration"
     assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
 
@@ -81,7 +91,7 @@ def test_upstreams_own(name, shared):
         torch.testing.assert_close(share_memory(model)(**batch).logits, expected)
 
 
-def test_a_map_is_within_half_a_step():
+def test_a_map_is_within_half_a_step(way):
     generator = torch.Generator().manual_seed(3)
     for rows, width, size, bias in ((1, 64, 48, True), (7, 33, 65, False), (200, 512, 16, True)):
         linear = torch.nn.Linear(width, size, bias=bias)
@@ -97,9 +107,35 @@ def test_a_map_is_within_half_a_step():
         assert made.shape == (3, rows, size) and made.dtype == torch.float32
 
 
+def test_with_vnni_a_token_does_not_depend_on_the_others():
+    if not int8_products.has_vnni():
+        pytest.skip("this processor has no VNNI")
+    made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(5, 20, 64)
+    states[3] *= 1e4
+    together = made(states)
+    for row in range(5):
+        assert torch.equal(made(states[row : row + 1])[0], together[row])
+
+
+def test_what_only_overflows_in_16_bits_is_right(way):
+    linear = torch.nn.Linear(64, 48, bias=False)
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+        linear.weight[::2] = -1.0
+    for rows in (1, 3, 40):
+        states = torch.ones(rows, 64)
+        torch.testing.assert_close(Int8Linear(linear)(states), linear(states), rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_it_is_the_same(way):
+    made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(made)(states), made(states))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
-def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size):
+def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
     """Its scale is the operator's own, which is too coarse for small numbers as they are."""
     generator = torch.Generator().manual_seed(5)
     linear = torch.nn.Linear(64, 48, bias=bias)
@@ -113,7 +149,7 @@ def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size):
     assert unlike.max() <= float_error
 
 
-def test_inputs_of_other_shapes_and_types():
+def test_inputs_of_other_shapes_and_types(way):
     linear = torch.nn.Linear(40, 24)
     made, states = Int8Linear(linear), torch.randn(5, 40)
     expected = made(states)
@@ -126,7 +162,7 @@ def test_inputs_of_other_shapes_and_types():
     torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.05)
 
 
-WAYS = {
+SEARCHES = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "static beams": {"num_beams": 3, "cache_implementation": "static"},
@@ -144,9 +180,9 @@ def scores_of(model, batch, sequences):
 
 
 @pytest.mark.cross_product
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper", "exact", "shared"])
-def test_what_is_generated_is_as_likely(kind, way):
+def test_what_is_generated_is_as_likely(kind, search):
     """A search in int8 ends where its own model, called once for the whole text, sees the same probabilities."""
     if kind == "exact":
         float32, batch = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.batch("T5Model")
@@ -159,12 +195,14 @@ def test_what_is_generated_is_as_likely(kind, way):
     made = quantize(copy.deepcopy(float32))
     torch.manual_seed(0)
     options = {"return_timestamps": False} if kind == "whisper" else {}
-    sequences = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS[way], **options)
+    sequences = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES[search], **options)
     mine, exact = (scores_of(model, batch, sequences) for model in (made, float32))
     rounded = scores_of(rounded_model(float32, list(int8_maps(float32))), batch, sequences)
     assert (mine - rounded).abs().max() <= (rounded - exact).abs().max() + 1e-4
-    again = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS["beams"], **options)
-    assert torch.equal(made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS["beams"], **options), again)
+    again = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options)
+    assert torch.equal(
+        made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options), again
+    )
 
 
 @pytest.mark.cross_product

@@ -1,0 +1,184 @@
+"""A product with an int8 weight: the one place that knows how torch multiplies by int8 on a CPU.
+
+A weight has a scale for each of its rows. The inputs of a call are rounded as it comes, each token by its own largest
+number, so that one large token leaves the others their precision. Sums are int32, outputs float32. There are two ways:
+
+- `EngineProduct`: FBGEMM's operator on x86, QNNPACK's on ARM. Without VNNI it is the one of torch's ways that gains
+  anything in a step of decoding (torch 2.13, AVX2, 1 to 256 rows): `_int_mm`, which torchao calls, is many times
+  slower than float32, and oneDNN's is faster for many rows alone.
+- `OneDnnProduct`, for `MANY_ROWS` or more where the processor adds products of 8 bits in 32 (VNNI, AMX). With 512 rows
+  it takes half of the first's time (torch 2.13, AVX-512 and AMX); with fewer than 16 it takes longer.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["LARGEST", "Int8Weight", "check_engine", "has_vnni"]
+
+# Numbers are symmetric about zero; -128 has no counterpart.
+LARGEST = 127
+# The engine that keeps 8 bits of the inputs whatever it is asked.
+EIGHT_BITS = "qnnpack"
+# What a token of zeros is divided by.
+TINY = 1e-30
+# FBGEMM's operator knows no step of its inputs below 6.1e-5, which a token of small numbers needs: a token that comes
+# alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
+LIFT = 2.0**10
+MANY_ROWS = 16
+# The names that processors and torch have for it; AMX has it for tiles.
+VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
+
+_linear_dynamic: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic", None), "default", None)
+_qlinear: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "default", None)
+
+
+class Int8Weight:
+    """A weight W [out, in], packed for few rows, for many, or both: each when it is first asked for.
+
+    Most maps meet one of the two: an encoder's many, those of a decoder that writes a sentence or two few.
+
+    Args:
+        numbers: int8, of at most 127 in magnitude [out, in].
+        scales: what each row is multiplied by, float32 [out].
+    """
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        self._numbers: torch.Tensor | None = numbers
+        self._scales, self._in_features = scales, numbers.shape[1]
+        self._few: EngineProduct | None = None
+        self._many: OneDnnProduct | None = None
+
+    def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(self, states, bias)
+        if states.numel() >= MANY_ROWS * self._in_features and has_vnni():
+            if self._many is None:
+                self._many = OneDnnProduct(self.numbers(), self._scales)
+                self._numbers = None
+            return self._many(states, bias)
+        if self._few is None:
+            self._few = EngineProduct(self.numbers(), self._scales)
+            self._numbers = None
+        return self._few(states, bias)
+
+    def numbers(self) -> torch.Tensor:
+        """Return the int8 numbers [out, in]."""
+        if (numbers := self._numbers) is not None:
+            return numbers
+        packed = self._few or self._many
+        assert packed is not None
+        return packed.numbers()
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the arguments that it was made of."""
+        return self.numbers(), self._scales
+
+
+@torch.compiler.disable  # graphs have no place for a packed weight
+def _outside_of_graphs(weight: Int8Weight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return weight.product(states, bias)
+
+
+@functools.cache
+def has_vnni() -> bool:
+    """Say whether this processor adds products of int8 in 32 bits, and torch's oneDNN makes use of it.
+
+    Elsewhere oneDNN adds two of them in 16 bits, where large ones overflow.
+    """
+    if _qlinear is None or not torch.backends.mkldnn.is_available() or not _processor_has_vnni():
+        return False
+    # What torch calls by this name has changed before: it must be the product.
+    numbers = torch.tensor([[LARGEST, LARGEST, -3], [2, -LARGEST, 5]], device="cpu")
+    try:
+        product = OneDnnProduct(numbers.to(torch.int8), torch.ones(2, dtype=torch.float32, device="cpu"))
+        made = product(numbers.float(), None)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.allclose(made, (numbers @ numbers.t()).float(), rtol=1e-4)
+
+
+def _processor_has_vnni() -> bool:
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name, False) for name in VNNI)
+    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+
+
+class OneDnnProduct:
+    """By `torch.ops.onednn.qlinear_pointwise`. Inputs have 8 bits; what a token makes depends on no other."""
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        weight = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
+        self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
+
+    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # `amax` takes a ninth of the time of `vector_norm`. A token of zeros makes 0 / 0, then anything times 0.
+        step = states.abs().amax(-1, keepdim=True) / LARGEST
+        numbers = (states / step).round_().to(torch.int8)
+        made = _qlinear(numbers, 1.0, 0, *self._packed, None, 1.0, 0, torch.float32, "none", [], "")
+        return _scaled(made, step, bias)
+
+    def numbers(self) -> torch.Tensor:
+        return self._packed[0].to_dense().t().contiguous()
+
+
+class EngineProduct:
+    """By torch's quantized engine.
+
+    The operator gives all inputs of a call one scale and zero point, and as many values as their products have room
+    for: without VNNI two of these are added in 16 bits on x86, so inputs have 7 bits there, as in `torch.ao`. So each
+    token is divided by its largest number before. A token that comes alone, as in a greedy step of one sentence, has
+    the scale for itself. It asks for a tensor of a dtype (qint8) that torch means to remove.
+    """
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        scales, zeros = scales.double() / LIFT, torch.zeros_like(scales, dtype=torch.long)
+        with _deprecations_kept_quiet():
+            weight = torch.quantize_per_channel((numbers * scales[:, None]).float(), scales, zeros, 0, torch.qint8)
+            self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
+        self._reduces_range = torch.backends.quantized.engine != EIGHT_BITS and not has_vnni()
+        self._in_features = numbers.shape[1]
+
+    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if states.numel() == self._in_features:
+            made = _linear_dynamic(states * LIFT, self._packed, self._reduces_range)
+            return made if bias is None else made.add_(bias)
+        largest = states.abs().amax(-1, keepdim=True).clamp_(min=TINY)
+        made = _linear_dynamic(states / largest, self._packed, self._reduces_range)
+        return _scaled(made, largest.mul_(LIFT), bias)
+
+    def numbers(self) -> torch.Tensor:
+        with _deprecations_kept_quiet():
+            return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+
+
+def _scaled(made: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return made.mul_(largest) if bias is None else torch.addcmul(bias, made, largest, out=made)
+
+
+def check_engine() -> None:
+    """Check that torch multiplies by int8 on this processor.
+
+    Raises:
+        ValueError: where it does not.
+    """
+    engine = torch.backends.quantized.engine
+    if engine == "none" or _linear_dynamic is None or not hasattr(torch, "qint8"):
+        raise ValueError(
+            f"torch {torch.__version__} has no int8 products for this processor "
+            f'(`torch.backends.quantized.engine` is "{engine}"): `quantize(model, "bfloat16")` needs none.'
+        )
+
+
+@contextmanager
+def _deprecations_kept_quiet() -> Iterator[None]:
+    # torch 2.13 says so of each such tensor, which a user could do nothing about.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*torch\.quantize_per_", category=UserWarning)
+        yield
