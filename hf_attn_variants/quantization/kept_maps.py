@@ -1,7 +1,7 @@
-"""Which linear maps become int8, and which stay in float32, with the reason."""
+"""Which linear maps become int8, which bfloat16, and which stay in float32, with the reason."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
 
-__all__ = ["LEAST_WEIGHTS", "int8_maps", "is_named"]
+__all__ = ["LEAST_WEIGHTS", "bfloat16_maps", "int8_maps", "is_named"]
 
 # A map of fewer weights takes more time in int8 unless it maps hundreds of rows, and is little memory. (With AVX2
 # 256 x 256 was slower up to 32 rows, 384 x 384 faster from there on.)
@@ -23,17 +23,34 @@ def int8_maps(model: PreTrainedModel) -> dict[str, nn.Linear]:
     Maps of a class of their own (those that make latents) stay, and so do:
 
     - those whose weight an attention reads beside a latent, or beside the encoder's outputs, in place of calling them
-    - those that upstream keeps in float32 where all else is float16: T5's `wo`, whose inputs have a few large numbers
+    - those that upstream keeps in float32 where all else is float16 (`bfloat16_maps`)
     - maps of fewer weights than `LEAST_WEIGHTS`
     """
-    read, kept = {id(each) for each in _read_maps(model)}, getattr(model, "_keep_in_fp32_modules", None) or ()
+    return _large_maps(model, lambda path: not is_named(path, _kept(model)))
+
+
+def bfloat16_maps(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the maps that upstream keeps in float32 where all else is float16, by their paths.
+
+    They are T5's `wo`, whose inputs have a few large numbers: too large for float16, and of int8's values they would
+    leave the others few. bfloat16 has float32's range, and upstream keeps them in it.
+    """
+    return _large_maps(model, lambda path: is_named(path, _kept(model)))
+
+
+def _kept(model: PreTrainedModel) -> Iterable[str]:
+    return getattr(model, "_keep_in_fp32_modules", None) or ()
+
+
+def _large_maps(model: PreTrainedModel, is_meant: Callable[[str], bool]) -> dict[str, nn.Linear]:
+    read = {id(each) for each in _read_maps(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
         if type(module) is nn.Linear
         and id(module) not in read
         and module.weight.numel() >= LEAST_WEIGHTS
-        and not is_named(path, kept)
+        and is_meant(path)
     }
 
 

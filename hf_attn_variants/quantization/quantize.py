@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .bfloat16 import make_bfloat16
-from .int8_linear import Int8Linear
-from .int8_products import check_engine
-from .kept_maps import LEAST_WEIGHTS, int8_maps
+from .bfloat16_weight import has_bfloat16
+from .int8_weight import check_engine
+from .kept_maps import LEAST_WEIGHTS, bfloat16_maps, int8_maps
+from .packed_linear import Bfloat16Linear, Int8Linear, PackedLinear
 
 __all__ = ["quantize"]
 
@@ -30,9 +31,10 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
     transformers, whether it shares its memory (`share_memory`, which is best called before) or not.
 
     With int8 the weights have a scale a row, and the inputs of each call are rounded as they come: outputs depend a
-    little on what else is in the batch. Embeddings, norms, convolutions, relative positions and small maps stay in
-    float32; so do maps whose weight an attention reads itself, which makes keys and values needless (a latent's, and
-    those of `share_memory` with the encoder's outputs in its cache). The model computes no gradients from then on.
+    little on what else is in the batch. T5's `wo`, of large inputs, becomes bfloat16 where the processor multiplies
+    it. Embeddings, norms, convolutions, relative positions and small maps stay in float32; so do maps whose weight an
+    attention reads itself, which makes keys and values needless (a latent's, and those of `share_memory` with the
+    encoder's outputs in its cache). The model computes no gradients from then on.
 
     Args:
         model: in evaluation mode, of float32 numbers, on a CPU.
@@ -54,9 +56,12 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
         return model
     check_engine()
     maps = int8_maps(model)
-    _check_maps(model, maps)
-    made = {id(linear): Int8Linear(linear) for linear in {id(each): each for each in maps.values()}.values()}
-    for path, linear in maps.items():
+    halves = bfloat16_maps(model) if has_bfloat16() else {}
+    _check_maps(model, maps, halves)
+    made: dict[int, PackedLinear] = {}
+    for cls, linears in ((Int8Linear, maps), (Bfloat16Linear, halves)):
+        made |= {id(linear): cls(linear) for linear in {id(each): each for each in linears.values()}.values()}
+    for path, linear in (maps | halves).items():
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(linear)])
     model.requires_grad_(False)
@@ -66,7 +71,7 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
             vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save)
             # In copies and pickles a partial is of the copied model.
             vars(module)["_apply"] = partial(_apply_unless_it_casts, module)
-            if isinstance(module.get_output_embeddings(), Int8Linear):
+            if isinstance(module.get_output_embeddings(), PackedLinear):
                 vars(module)["resize_token_embeddings"] = _refuse_to_resize
     return model
 
@@ -144,14 +149,14 @@ def _check_state(model: PreTrainedModel) -> None:
 def _quantised(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the path and the class of each module or parameter that a quantiser has made."""
     for path, module in model.named_modules():
-        if isinstance(module, Int8Linear) or type(module).__module__.startswith(QUANTISERS):
+        if isinstance(module, PackedLinear) or type(module).__module__.startswith(QUANTISERS):
             yield path, type(module).__name__
     for path, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             yield path, type(parameter).__name__
 
 
-def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear]) -> None:
+def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear], halves: dict[str, nn.Linear]) -> None:
     """Check that maps are no more than their weights, and that there are some.
 
     Raises:
@@ -165,7 +170,7 @@ def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear]) -> None:
             f"This {type(model).__name__} has no linear map of {LEAST_WEIGHTS} weights or more, and smaller ones gain "
             "nothing in int8."
         )
-    for path, linear in maps.items():
+    for path, linear in (maps | halves).items():
         if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
             raise ValueError(
                 f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be "

@@ -14,7 +14,8 @@ from fixtures.upstream_seq2seq import source_batch, tiny_model
 import hf_attn_variants
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import bfloat16, kept_maps
-from hf_attn_variants.quantization.int8_linear import Int8Linear
+from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
+from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
 from hf_attn_variants.shared_memory.known_attentions import cross_attentions
 
 T5 = next(row for row in ARCHITECTURES if row.name == "t5")
@@ -38,9 +39,19 @@ def test_it_is_in_place_and_the_model_stays_its_class():
     assert model.shared.weight is embedding and model.encoder.final_layer_norm.weight is norm
     feed_forward = model.encoder.block[0].layer[1].DenseReluDense
     assert isinstance(model.lm_head, Int8Linear) and isinstance(feed_forward.wi, Int8Linear)
-    assert type(feed_forward.wo) is torch.nn.Linear  # as under float16
+    assert type(feed_forward.wo) is (Bfloat16Linear if has_bfloat16() else torch.nn.Linear)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.dtype == torch.float32 and not model.training
+
+
+def test_without_bfloat16_large_inputs_stay_in_float32(monkeypatch):
+    from hf_attn_variants.quantization import quantize as module
+
+    monkeypatch.setattr(module, "has_bfloat16", lambda: False)
+    model = quantize(tiny_model("t5"))
+    for block in (*model.encoder.block, *model.decoder.block):
+        assert type(block.layer[-1].DenseReluDense.wo) is torch.nn.Linear
+        assert isinstance(block.layer[-1].DenseReluDense.wi, Int8Linear)
 
 
 def test_a_tied_head_leaves_the_embeddings_alone():

@@ -1,17 +1,18 @@
-"""A linear map whose weight is int8."""
+"""Linear maps whose weights are packed for a processor: in int8, and in bfloat16."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .int8_products import LARGEST, Int8Weight
+from .bfloat16_weight import Bfloat16Weight
+from .int8_weight import Int8Weight
 
-__all__ = ["Int8Linear"]
+__all__ = ["Bfloat16Linear", "Int8Linear", "PackedLinear"]
 
 
-class Int8Linear(nn.Module):
-    """y = W x + b with W [out, in] in int8 and a scale a row, inputs rounded at each call (`int8_products.py`).
+class PackedLinear(nn.Module):
+    """y = W x + b with a packed W [out, in]; inputs are rounded at each call, outputs are float32.
 
     It has no parameters and computes no gradients. Of half-precision inputs (autocast) it makes float32 and puts out
     what came in.
@@ -20,14 +21,13 @@ class Int8Linear(nn.Module):
         linear: the map of float32 that it stands for.
     """
 
+    kind: ClassVar[type[Int8Weight] | type[Bfloat16Weight]]
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach()
-        scales = weight.abs().amax(1) / LARGEST
-        scales[scales == 0] = 1.0
-        self._bias = None if linear.bias is None else linear.bias.detach().clone()
-        self._weight = Int8Weight((weight / scales[:, None]).round_().to(torch.int8), scales)
+        self._bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
+        self._weight = self.kind.rounded(linear.weight.detach())
         self.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,7 @@ class Int8Linear(nn.Module):
     # take these for one.
     def weight(self) -> torch.Tensor:
         """Return W [out, in] in float32, as it is computed with."""
-        numbers, scales = self._weight.unpacked()
-        return numbers * scales[:, None]
+        return self._weight.whole()
 
     def bias(self) -> torch.Tensor | None:
         """Return b [out]."""
@@ -59,20 +58,24 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what stands in the brackets of its description."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, dtype=int8"
+        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self._dtype_name()}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Of a copy, or a pickle, which packs anew for its processor.
-        return vars(self) | {"_weight": self._weight.unpacked()}
+        return vars(self) | {"_weight": self._weight.tensors()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._weight = Int8Weight(*state["_weight"])
+        self._weight = self.kind(**state["_weight"])
+
+    def _dtype_name(self) -> str:
+        return str(self.kind.dtype).removeprefix("torch.")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return self._weight.tensors() | ({} if self._bias is None else {"bias": self._bias})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"], destination[f"{prefix}scales"] = self._weight.unpacked()
-        if self._bias is not None:
-            destination[f"{prefix}bias"] = self._bias
+        destination.update({prefix + name: tensor for name, tensor in self._tensors().items()})
 
     def _load_from_state_dict(
         self,
@@ -84,18 +87,30 @@ class Int8Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
-        shapes["scales"] = (self.out_features,)
-        if self._bias is not None:
-            shapes["bias"] = (self.out_features,)
+        shapes = {name: tuple(each.shape) for name, each in self._tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
         given = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
         found = {name: tuple(each.shape) for name, each in given.items()}
-        if (dtype := getattr(given.get("weight"), "dtype", torch.int8)) != torch.int8:
-            error_msgs.append(f"{prefix}weight is {dtype}, and the model's is int8: load before `quantize`.")
+        own = self.kind.dtype
+        if (dtype := getattr(given.get("weight"), "dtype", own)) != own:
+            error_msgs.append(
+                f"{prefix}weight is {dtype}, and the model's is {self._dtype_name()}: load before `quantize`."
+            )
         elif found.keys() == shapes.keys() and found != shapes:
             error_msgs.append(f"{prefix}: the model has {shapes}, what is loaded {found}.")
         elif found == shapes:
-            self._weight = Int8Weight(given["weight"], given["scales"])
-            if self._bias is not None:
-                self._bias = given["bias"].detach().clone()
+            if "bias" in given:
+                self._bias = given.pop("bias").detach().clone()
+            self._weight = self.kind(**given)
+
+
+class Int8Linear(PackedLinear):
+    """A map in int8, with a scale for each row of W (`int8_weight.py`)."""
+
+    kind = Int8Weight
+
+
+class Bfloat16Linear(PackedLinear):
+    """A map in bfloat16 (`bfloat16_weight.py`)."""
+
+    kind = Bfloat16Weight

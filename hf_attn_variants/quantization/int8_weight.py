@@ -43,15 +43,24 @@ class Int8Weight:
     Most maps meet one of the two: an encoder's many, those of a decoder that writes a sentence or two few.
 
     Args:
-        numbers: int8, of at most 127 in magnitude [out, in].
+        weight: int8, of at most 127 in magnitude [out, in].
         scales: what each row is multiplied by, float32 [out].
     """
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-        self._numbers: torch.Tensor | None = numbers
-        self._scales, self._in_features = scales, numbers.shape[1]
+    dtype = torch.int8
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
+        self._numbers: torch.Tensor | None = weight
+        self._scales, self._in_features = scales, weight.shape[1]
         self._few: EngineProduct | None = None
         self._many: OneDnnProduct | None = None
+
+    @classmethod
+    def rounded(cls, weight: torch.Tensor) -> "Int8Weight":
+        """Return the nearest to a weight of float32 [out, in]."""
+        scales = weight.abs().amax(1) / LARGEST
+        scales[scales == 0] = 1.0
+        return cls((weight / scales[:, None]).round_().to(torch.int8), scales)
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
@@ -75,9 +84,13 @@ class Int8Weight:
         assert packed is not None
         return packed.numbers()
 
-    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return the arguments that it was made of."""
-        return self.numbers(), self._scales
+        return {"weight": self.numbers(), "scales": self._scales}
+
+    def whole(self) -> torch.Tensor:
+        """Return W in float32 [out, in]."""
+        return self.numbers() * self._scales[:, None]
 
 
 @torch.compiler.disable  # graphs have no place for a packed weight
