@@ -353,6 +353,16 @@ def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
         yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
 
 
+@table("serving.md", "serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4")
+def serving_with_amx(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    yield from serving(*reports)
+
+
+@table("serving.md", "serving_t5-base_amx_batch4")
+def serving_t5_base(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    yield from serving(report)
+
+
 @table("serving.md", "serving_opus-mt_cpu")
 def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from serving(report)

@@ -1,5 +1,6 @@
 """Settings for every test: one thread (two workers share the machine), no network, and no output left behind."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,15 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 def _quiet_and_single_threaded():
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_no_modules():
+    # Trainings collect garbage again and again, each time among all objects of all modules that were imported.
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

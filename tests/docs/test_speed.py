@@ -26,7 +26,7 @@ BEAMS = ("decode_t5-small_latents_cpu_beams4", "decode_opus-mt_cpu_beams4", "dec
 LINEAR = ("sliding_window_cpu", "linear_attention_cpu")
 MIXED = ("onnx_latency", "talking_heads_cpu_layers")
 ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
-SERVED = ("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
+SERVED = tuple(f"serving_t5-small_{kind}_batch{size}" for kind in ("cpu", "amx") for size in (1, 4))
 WITHOUT_LINKS = {
     ("README.md", "In one line, nothing converted"): SERVED,
     ("README.md", "Converted"): (*BERTS, *LONG),

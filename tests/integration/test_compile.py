@@ -65,7 +65,14 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", STEPS.values(), ids=STEPS)
+# By default one of each kind of memory: keys and values, the encoder's outputs, latents.
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=() if name in ("gqa", "exact", "latents") else pytest.mark.slow)
+        for name, fields in STEPS.items()
+    ],
+)
 @torch.no_grad()
 def test_generate_compiles_a_step_that_serves_every_batch(fields):
     """On a GPU it does so by itself, and a break ends the CUDA graph. By the second batch sizes become symbols."""

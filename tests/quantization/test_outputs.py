@@ -1,6 +1,7 @@
 """What models of int8 maps put out: what the same rounding makes of float32, in every host and variant."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,6 +152,24 @@ def test_a_map_in_bfloat16(bias):
     assert torch.equal(other(states), made(states))
     with pytest.raises(RuntimeError, match="load before `quantize`"):
         other.load_state_dict(linear.state_dict())
+
+
+@pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
+def test_whoever_asks_first_packs_for_all(way, cls):
+    """In inference mode, where tensors are of another kind, and in threads at once."""
+    if cls is Bfloat16Linear and not has_bfloat16():
+        pytest.skip("this processor has no bfloat16")
+    linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
+    made = cls(linear)
+    with torch.inference_mode():
+        expected = made(few), made(many)
+        inside = copy.deepcopy(made)
+    for each in (made, inside, copy.deepcopy(made)):
+        assert torch.equal(each(few), expected[0]) and torch.equal(each(many), expected[1])
+    fresh = cls(linear)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda place: fresh((few, many)[place % 2]), range(32)))
+    assert all(torch.equal(each, expected[place % 2]) for place, each in enumerate(found))
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])

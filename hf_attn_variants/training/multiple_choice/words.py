@@ -109,13 +109,16 @@ class ChoiceWords:
     def tokenize(self, split: ChoiceSplit) -> Dataset:
         """Return a split's rows: the tokenizer's columns, `choices` (token ids each), `label` if known, `length`."""
 
+        # Without `self`: datasets takes a hash of all that the function holds, of an accelerator for two seconds.
+        tokenizer, word = self.tokenizer, self.word
+        options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": False}
+
         def encode(rows: dict[str, list]) -> dict[str, Any]:
-            options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": False}
             each = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-            encoded = dict(self.tokenizer([self.word(row) for row in each], **options))
+            encoded = dict(tokenizer([word(row) for row in each], **options))
             encoded["length"] = [len(ids) for ids in encoded["input_ids"]]
             choices = [choice for row in each for choice in row["choices"]]
-            ids = iter(self.tokenizer(text_target=choices, **options)["input_ids"])
+            ids = iter(tokenizer(text_target=choices, **options)["input_ids"])
             encoded["choices"] = [[next(ids) for _ in row["choices"]] for row in each]
             encoded["alike"] = [len({*map(tuple, choices)}) < len(choices) for choices in encoded["choices"]]
             return encoded
