@@ -119,6 +119,18 @@ def test_with_vnni_a_token_does_not_depend_on_the_others():
         assert torch.equal(made(states[row : row + 1])[0], together[row])
 
 
+def test_an_engine_of_16_bits_gets_7_of_the_inputs(monkeypatch):
+    engine = int8_weight._linear_dynamic
+
+    def of_16_bits(states, packed, reduces_range):  # as FBGEMM's without VNNI: two products overflow
+        made = engine(states, packed, reduces_range)
+        return made if reduces_range else made / 2
+
+    monkeypatch.setattr(int8_weight, "_linear_dynamic", of_16_bits)
+    keeps = int8_weight._keeps_8_bits.__wrapped__(torch.backends.quantized.engine)
+    assert keeps == (torch.backends.quantized.engine == int8_weight.EIGHT_BITS)
+
+
 def test_what_only_overflows_in_16_bits_is_right(way):
     linear = torch.nn.Linear(64, 48, bias=False)
     with torch.no_grad():
