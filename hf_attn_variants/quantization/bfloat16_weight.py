@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .processor import processor_has
+
 __all__ = ["Bfloat16Weight", "has_bfloat16"]
 
 # The names that processors have for products of bfloat16.
@@ -35,8 +37,6 @@ class Bfloat16Weight:
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
-        if torch.compiler.is_compiling():
-            return _outside_of_graphs(self, states, bias)
         if not states.numel():
             return states.new_empty(*states.shape[:-1], self._out_features)
         made: torch.Tensor = _linear(states.to(torch.bfloat16), self._packed, None, "none", [], "").float()
@@ -51,20 +51,10 @@ class Bfloat16Weight:
         return self.tensors()["weight"].float()
 
 
-@torch.compiler.disable  # graphs have no place for a packed weight
-def _outside_of_graphs(weight: Bfloat16Weight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return weight.product(states, bias)
-
-
 @functools.cache
 def has_bfloat16() -> bool:
     """Say whether this processor multiplies numbers of bfloat16, and torch's oneDNN makes use of it."""
-    if _linear is None or _pack is None or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.12
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    if not any(capabilities.get(name, False) for name in BFLOAT16):
+    if _linear is None or _pack is None or not torch.backends.mkldnn.is_available() or not processor_has(*BFLOAT16):
         return False
     # What torch calls by these names promises nothing: it must be the product.
     numbers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .processor import processor_has
+
 __all__ = ["LARGEST", "Int8Weight", "check_engine", "has_vnni"]
 
 # Numbers are symmetric about zero; -128 has no counterpart.
@@ -50,10 +52,9 @@ class Int8Weight:
     dtype = torch.int8
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
-        self._numbers: torch.Tensor | None = weight
+        self.numbers: Callable[[], torch.Tensor] = lambda: weight  # int8 [out, in]
         self._scales, self._in_features = scales, weight.shape[1]
-        self._few: EngineProduct | None = None
-        self._many: OneDnnProduct | None = None
+        self._packed: dict[type, EngineProduct | OneDnnProduct] = {}
 
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> "Int8Weight":
@@ -64,25 +65,12 @@ class Int8Weight:
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
-        if torch.compiler.is_compiling():
-            return _outside_of_graphs(self, states, bias)
-        if states.numel() >= MANY_ROWS * self._in_features and has_vnni():
-            if self._many is None:
-                self._many = OneDnnProduct(self.numbers(), self._scales)
-                self._numbers = None
-            return self._many(states, bias)
-        if self._few is None:
-            self._few = EngineProduct(self.numbers(), self._scales)
-            self._numbers = None
-        return self._few(states, bias)
-
-    def numbers(self) -> torch.Tensor:
-        """Return the int8 numbers [out, in]."""
-        if (numbers := self._numbers) is not None:
-            return numbers
-        packed = self._few or self._many
-        assert packed is not None
-        return packed.numbers()
+        is_many = states.numel() >= MANY_ROWS * self._in_features
+        kind = OneDnnProduct if is_many and has_vnni() else EngineProduct
+        if (packed := self._packed.get(kind)) is None:
+            packed = self._packed[kind] = kind(self.numbers(), self._scales)
+            self.numbers = packed.numbers  # no other copy is kept
+        return packed(states, bias)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the arguments that it was made of."""
@@ -93,18 +81,13 @@ class Int8Weight:
         return self.numbers() * self._scales[:, None]
 
 
-@torch.compiler.disable  # graphs have no place for a packed weight
-def _outside_of_graphs(weight: Int8Weight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return weight.product(states, bias)
-
-
 @functools.cache
 def has_vnni() -> bool:
     """Say whether this processor adds products of int8 in 32 bits, and torch's oneDNN makes use of it.
 
     Elsewhere oneDNN adds two of them in 16 bits, where large ones overflow.
     """
-    if _qlinear is None or not torch.backends.mkldnn.is_available() or not _processor_has_vnni():
+    if _qlinear is None or not torch.backends.mkldnn.is_available() or not processor_has(*VNNI):
         return False
     # What torch calls by this name has changed before: it must be the product.
     try:
@@ -132,13 +115,6 @@ def _is_right(make: Callable[..., Any]) -> bool:
         torch.allclose(product(numbers[rows], None), right[rows], rtol=0.02, atol=0.02 * float(right.max()))
         for rows in (slice(0, 1), slice(1, 2), slice(0, 2))
     )
-
-
-def _processor_has_vnni() -> bool:
-    if hasattr(torch.cpu, "get_capabilities"):
-        capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name, False) for name in VNNI)
-    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
 class OneDnnProduct:

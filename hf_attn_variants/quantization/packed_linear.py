@@ -44,7 +44,8 @@ class PackedLinear(nn.Module):
         if states.dtype != torch.float32 or states.dim() < 2:
             made: torch.Tensor = self(states.float().view(-1, self.in_features))
             return made.view(*states.shape[:-1], self.out_features).to(states.dtype)
-        return self._weight.product(states, self._bias)
+        multiply = _outside_of_graphs if torch.compiler.is_compiling() else _product
+        return multiply(self._weight, states, self._bias)
 
     # Methods, as of torch's own quantized modules: what reads a float weight of a map (T5 asks for its dtype) must not
     # take these for one.
@@ -102,6 +103,14 @@ class PackedLinear(nn.Module):
             if "bias" in given:
                 self._bias = given.pop("bias").detach().clone()
             self._weight = self.kind(**given)
+
+
+def _product(weight: Int8Weight | Bfloat16Weight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return weight.product(states, bias)
+
+
+# Graphs have no place for a packed weight.
+_outside_of_graphs = torch.compiler.disable(_product)
 
 
 class Int8Linear(PackedLinear):
