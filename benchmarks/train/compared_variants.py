@@ -1,7 +1,7 @@
 """The models that `finetuned_variants.py` compares: how each is made of the source."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -37,7 +37,8 @@ class Variant:
             task.
         at_defaults: Whether the calibration is the converter's own, lines and passages of Wikipedia.
         of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
-            result is not trained on the task's labels any more.
+            result is not trained on the task's labels any more, unless it is `trained_again`.
+        trained_again: The variant whose checkpoint this is, for its run trains it as MHA's trained the source.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Variant:
     on_task: bool = False
     at_defaults: bool = False
     of_finetuned: bool = False
+    trained_again: str | None = None
 
 
 MHA = "MHA"
@@ -128,3 +130,9 @@ VARIANTS = {
     ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }
+for _name in (
+    "hedgehog (the fine-tuned MHA, calibrated on the task)",
+    "hedgehog (the fine-tuned MHA, calibrated on the task, distilled on it for 577 steps)",
+    "hedgehog but in matching layers (the fine-tuned MHA, calibrated on the task)",
+):
+    VARIANTS[f"{_name[:-1]}, trained again)"] = replace(VARIANTS[_name], trained_again=_name)

@@ -3,7 +3,8 @@
 Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, or on the task's own training
 texts without their labels; distilled ones trained on more of the same by `scripts/uptrain.py` with the source as
 teacher), each run is `scripts/run_glue.py` or `scripts/run_squad.py`. Variants of the fine-tuned MHA are made of its
-run and only evaluated. A run that is finished in the work folder is kept, so that this can be made in pieces.
+run and only evaluated, or trained once more. A run that is finished in the work folder is kept, so that this can be
+made in pieces.
 """
 
 import argparse
@@ -163,7 +164,7 @@ def checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[str,
     if variant == Variant():
         return args.model
     which = [run.task] * (variant.on_task or variant.of_finetuned) + [str(run.seed)] * variant.of_finetuned
-    return args.work_dir / "checkpoints" / "-".join([slug(run.variant), *which])
+    return args.work_dir / "checkpoints" / "-".join([slug(variant.trained_again or run.variant), *which])
 
 
 def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
@@ -222,9 +223,7 @@ def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path
         texts = task_texts(args, task, variant.distillation.texts)
         flags += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *variant.distillation.flags]
         flags += ["--trainable", "all", "--eval_steps", "1000", "--max_length", str(TASKS[task].max_length)]
-        # A regression's score alone is no distribution.
-        if variant.of_finetuned and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
-            flags += ["--logits_weight", "1"]
+        flags += ["--logits_weight", "1"] if variant.of_finetuned else []
     else:
         lines = folder.with_name(f"{folder.name}.txt")
         # uptrain.py holds a twentieth out.
@@ -267,7 +266,9 @@ def _command(
     command += ["--task_name", run.task] if task.script == "run_glue.py" else []
     for flag, path in task.files.items():
         command += [f"--{flag}", str(args.data_dir / path)]
-    epochs = 0 if variants[run.variant].of_finetuned else args.num_train_epochs or task.epochs
+    variant = variants[run.variant]
+    only_evaluated = variant.of_finetuned and variant.trained_again is None
+    epochs = 0 if only_evaluated else args.num_train_epochs or task.epochs
     command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(epochs)]
     command += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
     command += [*RECIPE, "--seed", str(run.seed), "--mixed_precision", args.mixed_precision]

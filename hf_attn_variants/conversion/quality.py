@@ -6,7 +6,8 @@ runs on the tenth of the examples that nothing was fitted to, before and after, 
 - a model that writes: the tokens it writes by itself, greedily, by edit distance (Levenshtein, 1966) to the source's;
   where targets are given, its loss on them;
 - a language model's head: its loss on masked tokens, or on each next one;
-- a head that classifies or answers: the predictions that change;
+- a head that classifies or answers: the predictions that change; of one that gives several labels, the labels;
+- a head that gives scores, as of a regression or a reranker: their error, as a share of their variance;
 - anything else: the cosine of embeddings, the means of the last hidden states, less the mean of all of them.
 """
 
@@ -21,7 +22,7 @@ from ..files import REPORT_NAME, atomic_write
 __all__ = ["BOUNDS", "ModelNotKeptError", "Quality", "check_kept", "edit_distance"]
 
 # Beyond these a conversion has not kept the model.
-BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "embeddings": 0.8}
+BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
 NOT_KEPT = (
     "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
@@ -38,14 +39,15 @@ class Quality:
 
     Args:
         measure: "tokens" = the share of written tokens that change; "loss" = nats a token above the source's;
-            "predictions" = the share that changes; "embeddings" = the mean cosine to the source's.
+            "predictions" = the share that changes; "scores" = their mean squared error as a share of their variance;
+            "embeddings" = the mean cosine to the source's.
         value: what was found; None = the converted model's outputs are no numbers, or the examples are `alike`.
         bound: the most of it, for embeddings the least, at which the model counts as kept.
         examples: how many were held out.
         losses: of the source and of the converted model, nats a token, where they were measured.
         runaway: of a model that writes: the examples of which it writes more than twice as much as the source. It
             repeats itself there, mostly, which makes much of `value`.
-        alike: of embeddings: the source gives all examples the same, so that there is nothing to compare.
+        alike: of embeddings and scores: the source gives all examples the same, so that there is nothing to compare.
     """
 
     measure: str
@@ -73,13 +75,14 @@ class Quality:
 
     def __str__(self) -> str:
         if self.alike:
-            return "its source gives all examples one embedding, with which nothing can be compared"
+            return f"its source gives all examples one {self.measure[:-1]}, with which nothing can be compared"
         if self.value is None:
             return "its outputs are no numbers"
         return {
             "tokens": f"{self.value:.1%} of the tokens it writes are not the source's{self._runaway_text()}",
             "loss": f"its loss is {self.value:+.3f} nats a token beside the source's",
             "predictions": f"{self.value:.1%} of its predictions are not the source's",
+            "scores": f"its scores have an error of {self.value:.1%} of their variance, beside the source's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the source's",
         }[self.measure]
 

@@ -1,6 +1,7 @@
 """The fine-tuning comparison: its checkpoints, its commands and its table."""
 
 import argparse
+import dataclasses
 import gzip
 import importlib
 import json
@@ -113,7 +114,7 @@ def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only
     comparison.make_checkpoint(args, run, comparison.VARIANTS)
     (used,) = distillations
     assert (used.model_name_or_path, used.teacher) == (str(start), str(tmp_path / f"runs/mha-{task}-7"))
-    assert used.logits_weight == (None if task == "stsb" else 1) and used.learning_rate == 2e-5
+    assert used.logits_weight == 1 and used.learning_rate == 2e-5
     rows = [json.loads(line) for line in Path(used.train_file[0]).read_text().splitlines()]
     assert tuple(rows[0]) == used.text_columns and len(used.text_columns) == (1 if task == "cola" else 2)
     if task == "squad":
@@ -122,6 +123,10 @@ def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only
     _, *flags = comparison._command(args, run, "checkpoint", "out", comparison.VARIANTS)
     script = run_squad if task == "squad" else run_glue
     assert script.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
+    variants = {name: dataclasses.replace(comparison.VARIANTS[name], trained_again=name)}
+    _, *flags = comparison._command(args, run, "checkpoint", "out", variants)
+    assert script.parse_args(flags).num_train_epochs == comparison.TASKS[task].epochs
+    assert script.parse_args(flags).max_train_steps == 2
 
 
 def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import make_batches
-from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compared
 from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
 from hf_attn_variants.conversion.quality import BOUNDS, Quality, edit_distance
 from hf_attn_variants.hub.card_steps import quality_sentence
@@ -35,12 +35,15 @@ def source_outputs(model, **changes):
     return model, SourceOutputs(model, given.tokenizer, given, held_out)
 
 
+SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
 CASES = [
     ("BertModel", {}, "embeddings", 1.0),
     ("BertForMaskedLM", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
     ("BertForMaskedLM", {}, "embeddings", 1.0),  # a tokenizer that masks nothing
     ("BertForPreTraining", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
     ("BertForSequenceClassification", {}, "predictions", 0.0),
+    ("BertForSequenceClassification", {"num_labels": 1}, "scores", 0.0),
+    ("BertForSequenceClassification", SEVERAL_LABELS, "predictions", 0.0),
     ("BertForTokenClassification", {}, "predictions", 0.0),
     ("BertForQuestionAnswering", {}, "predictions", 0.0),
     ("BertForMultipleChoice", {}, "embeddings", 1.0),
@@ -56,7 +59,9 @@ CASES = [
 @pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
 def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes, measure, same):
     family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
-    model, outputs = source_outputs(family.upstream_model(head, vocab_size=WORDS), **changes)
+    fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
+    given = {name: value for name, value in changes.items() if name not in fields}
+    model, outputs = source_outputs(family.upstream_model(head, vocab_size=WORDS, **fields), **given)
     found = outputs.compared_with(model)
     assert found.measure == measure and found.examples == 51
     assert found.value == pytest.approx(same, abs=1e-5) and found.is_kept
@@ -110,8 +115,31 @@ def test_examples_that_are_alike_say_nothing():
     assert str(Quality.of(found.to_dict())) == str(found)
 
 
+def test_labels_that_either_gives_count_and_labels_that_neither_gives_do_not():
+    source = torch.tensor([[True, False, False, False], [True, True, False, False]])
+    converted = torch.tensor([[True, False, False, False], [True, False, True, False]])
+    assert _compared("predictions", {"predictions": source}, {"predictions": converted})[0] == pytest.approx(2 / 4)
+
+
+def test_of_examples_that_get_no_label_the_scores_are_compared():
+    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
+    with torch.no_grad():
+        upstream.classifier.bias.fill_(-100.0)
+    model, outputs = source_outputs(upstream)
+    found = outputs.compared_with(model)
+    assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
+
+
+def test_the_error_of_scores_is_the_share_of_their_variance():
+    scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
+    assert _compared("scores", {"scores": scores}, {"scores": others})[0] == pytest.approx(4 / 14)
+    text = str(Quality("scores", 4 / 14, 0.1, 3))
+    assert text == "its scores have an error of 28.6% of their variance, beside the source's"
+    assert "one score, with" in str(Quality("scores", None, 0.1, 3, alike=True))
+
+
 def test_bounds():
-    assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 4
+    assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 5
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
         assert not Quality(name, value, BOUNDS[name], 9).is_kept
 

@@ -149,6 +149,34 @@ def test_each_head_is_measured_by_what_it_is_for(head, measure, tokenizer):
         assert float(losses[:, 0].sum()) == pytest.approx(expected, rel=1e-5)
 
 
+ONE_SCORE = {"num_labels": 1}
+SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
+
+
+@pytest.mark.parametrize("fields", [ONE_SCORE, SEVERAL_LABELS])
+def test_scores_and_several_labels_are_measured_as_they_were_learned(fields, tokenizer):
+    models = [
+        BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
+    ]
+    text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
+    theirs, ours = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
+    if fields is ONE_SCORE:
+        expected = ((ours - theirs).square() / theirs.var(correction=0)).squeeze(1)
+    else:
+        p, q = theirs.sigmoid(), ours.sigmoid()
+        expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean(1)
+    assert text.measure == ("scores" if fields is ONE_SCORE else "predictions")
+    assert text.losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+    assert text.losses(models[0])[:, 0].abs().max() < 1e-5
+
+
+def test_one_score_for_all_texts_measures_nothing(tokenizer):
+    model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
+    text = held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
+    with pytest.raises(ValueError, match="gives all of these texts one score"):
+        text.losses(model)
+
+
 def test_a_divergence_is_kullback_and_leiblers(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
     text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))

@@ -5,8 +5,10 @@ import types
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
+from relatives import ENCODERS
 from torch.nn import functional
 
+from hf_attn_variants.answers import Answer, answer_of
 from hf_attn_variants.training.engine.losses import token_cross_entropy
 from hf_attn_variants.training.uptraining import distillation
 from hf_attn_variants.training.uptraining.distillation import (
@@ -14,8 +16,10 @@ from hf_attn_variants.training.uptraining.distillation import (
     Teacher,
     check_teacher,
     embedding_distance,
+    labels_divergence,
     layer_error,
     logits_divergence,
+    scores_error,
 )
 from hf_attn_variants.training.uptraining.trainable import named_attentions, select_trainable
 
@@ -65,6 +69,45 @@ def test_logits_divergence_is_kullback_leibler_at_the_temperature():
     sums, items = logits_divergence(student[:, 0], teacher[:, 0], None, temperature=2.0)
     torch.testing.assert_close(sums, 4 * (p * (p / q).log()).sum(-1)[:, 0])
     assert items.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_a_probability_for_each_label_is_compared_label_by_label(mask):
+    student, teacher = random(2, 4).float(), random(2, 4, seed=1).float()
+    sums, items = labels_divergence(student, teacher, mask, temperature=2.0)
+    p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
+    expected = 4 * (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
+    counted = torch.ones(2, 4) if mask is None else mask
+    torch.testing.assert_close(sums, (expected * counted).sum(-1))
+    assert items.tolist() == counted.sum(-1).tolist()
+
+
+def test_an_error_of_scores_is_the_share_of_their_variance():
+    student, teacher = random(5, 2).float(), random(5, 2, seed=1).float()
+    sums, items = scores_error(student, teacher, torch.tensor(4.0))
+    torch.testing.assert_close(sums, ((student - teacher) ** 2).mean(-1) / 4)
+    assert items.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "answer"),
+    [
+        ("SequenceClassification", {"num_labels": 1}, Answer.SCORES),
+        ("SequenceClassification", {"num_labels": 3}, Answer.CLASSES),
+        ("SequenceClassification", {"num_labels": 3, "problem_type": "regression"}, Answer.SCORES),
+        ("SequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}, Answer.LABELS),
+        ("SequenceClassification", {"num_labels": 1, "problem_type": "multi_label_classification"}, Answer.LABELS),
+        ("SequenceClassification", {"num_labels": 2, "problem_type": "single_label_classification"}, Answer.CLASSES),
+        ("TokenClassification", {"num_labels": 3}, Answer.CLASSES),
+        ("MaskedLM", {"num_labels": 1}, Answer.CLASSES),
+        ("PreTraining", {}, Answer.TOKENS),
+    ],
+)
+def test_logits_mean_what_the_losses_of_transformers_say(head, fields, answer):
+    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+    assert answer_of(electra.model(f"ElectraFor{head}", **fields)) is answer
+    if head != "PreTraining":
+        assert answer_of(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])

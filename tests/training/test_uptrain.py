@@ -313,6 +313,42 @@ def test_answers_are_distilled(run, bert, tmp_path):
         run("distill", *flags, model=tmp_path / "mqa")
 
 
+@pytest.mark.parametrize(
+    ("fields", "term"),
+    [
+        ({"num_labels": 1}, "scores_error"),
+        ({"num_labels": 2, "problem_type": "regression"}, "scores_error"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "logits_divergence"),
+        ({"num_labels": 3}, "logits_divergence"),
+    ],
+)
+def test_what_a_classifier_answers_is_distilled_as_it_was_learned(run, bert, tmp_path, fields, term):
+    torch.manual_seed(0)
+    teacher = AutoModelForSequenceClassification.from_pretrained(bert, **fields)
+    with torch.no_grad():
+        teacher.classifier.weight.mul_(20)
+    teacher.save_pretrained(tmp_path / "classifier")
+    for path in bert.glob("*token*"):
+        shutil.copy(path, tmp_path / "classifier")
+    convert_checkpoint(tmp_path / "classifier", tmp_path / "mqa", 1)
+    alone = ["--logits_weight", 1, "--hidden_states_weight", 0, "--attention_outputs_weight", 0, "--trainable", "all"]
+    results = run("distill", *alone, model=tmp_path / "mqa", teacher=tmp_path / "classifier", steps=60)
+    # In evaluation it is the only weighted term.
+    assert results[f"eval_{term}"] == pytest.approx(results["eval_loss"], rel=1e-6)
+    assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]
+
+
+def test_scores_and_classes_are_not_compared(run, bert, tmp_path):
+    for name, fields in (("scores", {"problem_type": "regression"}), ("classes", {})):
+        model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2, **fields)
+        model.save_pretrained(tmp_path / name)
+        for path in bert.glob("*token*"):
+            shutil.copy(path, tmp_path / name)
+    convert_checkpoint(tmp_path / "scores", tmp_path / "mqa", 1)
+    with pytest.raises(ValueError, match="the model's are scores, its teacher's one distribution over classes"):
+        run("distill", "--logits_weight", 1, model=tmp_path / "mqa", teacher=tmp_path / "classes")
+
+
 def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
     target = source.with_name("target.txt")
     more = ["--trainable", "all", "--learning_rate", "5e-3", "--predict_with_generate", "--dropout_rate", 0]

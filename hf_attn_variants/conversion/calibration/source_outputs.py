@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import PreTrainedModel
 
+from ...answers import Answer, answer_of
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
@@ -52,6 +53,7 @@ class SourceOutputs:
         self._length, self.device = calibration.length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
+        self._answer = answer_of(model)
         self._measure = _measure(model, self._writes and calibration.target_texts is None)
         labelled = None
         if self._measure == "loss" and not self._writes:
@@ -61,10 +63,14 @@ class SourceOutputs:
         try:
             self._own = self._outputs(model, is_source=True)
         except ValueError:
-            if self._measure != "predictions":
+            if self._measure not in ("predictions", "scores"):
                 raise
             # BART's classifiers read the state at the end token, and refuse texts that were cut before it.
             self._measure = "embeddings"
+            self._own = self._outputs(model, is_source=True)
+        if self._measure == "predictions" and self._answer is Answer.LABELS and not self._own["predictions"].any():
+            # It gives these examples no label: what is left to compare is how far it was from giving one.
+            self._measure = "scores"
             self._own = self._outputs(model, is_source=True)
 
     @property
@@ -83,7 +89,8 @@ class SourceOutputs:
         if "loss" in self._own and "loss" in outputs:
             losses = _losses(self._own["loss"], outputs["loss"])
         runaway = _runaway(self._own["tokens"], outputs["tokens"]) if self._measure == "tokens" else 0
-        alike = self._measure == "embeddings" and _are_alike(self._own["embeddings"])
+        alike = self._measure in ("embeddings", "scores") and _are_alike(self._own[self._measure])
+        alike = alike or (self._measure == "scores" and len(self._own["scores"]) == 1)  # which has no variance
         value = None if alike else value
         return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway, alike)
 
@@ -121,8 +128,10 @@ class SourceOutputs:
         written = None if is_source or self._measure != "tokens" else self._written(model, batch)
         # Of audio the encoder has run for that.
         output = model(**(batch if written is None else read_by_decoder(batch | _encoder_outputs(written, model))))
+        if self._measure == "scores":
+            return {"scores": output.logits.float().cpu()}
         if self._measure == "predictions":
-            return {"predictions": _predictions(output, batch)}
+            return {"predictions": _predictions(output, batch, self._answer)}
         if labels is None:
             labels = continuations(batch["decoder_input_ids"], batch["decoder_attention_mask"])
         outputs: dict[str, Any] = {"loss": _token_losses(output, labels)}
@@ -150,6 +159,8 @@ def _measure(model: PreTrainedModel, writes: bool) -> str:
     if model.get_output_embeddings() is not None:
         return "loss"
     name = type(model).__name__
+    if answer_of(model) is Answer.SCORES:
+        return "scores"
     classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
     return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"
 
@@ -182,12 +193,17 @@ def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits[chosen].float(), labels[chosen], reduction="none").cpu()
 
 
-def _predictions(output: Any, batch: Batch) -> torch.Tensor:
-    """Return the predicted classes or places: of each token where there is one, else of each example."""
+def _predictions(output: Any, batch: Batch, answer: Answer) -> torch.Tensor:
+    """Return the predicted classes or places: of each token where there is one, else of each example.
+
+    Of a model that gives several labels, whether it gives each: [b, labels].
+    """
     if "start_logits" in output:
         pair = output.start_logits, output.end_logits
         return torch.stack([logits.argmax(-1) for logits in pair], 1).flatten().cpu()
     logits = output.logits
+    if answer is Answer.LABELS:
+        return (logits > 0).cpu()
     if logits.ndim == 3:
         return logits.argmax(-1)[batch["attention_mask"].bool()].cpu()
     return logits.argmax(-1).cpu()
@@ -216,15 +232,27 @@ def _compared(
         losses = _losses(source["loss"], converted["loss"])
         return (None, None) if losses is None else (losses[1] - losses[0], losses)
     if measure == "predictions":
-        return float((source["predictions"] != converted["predictions"]).float().mean()), None
+        return _changed(source["predictions"], converted["predictions"]), None
+    if measure == "scores":
+        own, others = source["scores"], converted["scores"]  # [b, scores]
+        error = float((others - own).square().sum() / (own - own.mean(0)).square().sum())
+        return (error if math.isfinite(error) else None), None
     own, others = source["embeddings"], converted["embeddings"]
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
     cosine = float(cosine_similarity(own - mean, others - mean).mean())
     return (cosine if math.isfinite(cosine) else None), None
 
 
+def _changed(source: torch.Tensor, converted: torch.Tensor) -> float:
+    """Return the share of predictions that change; of labels [b, labels], of those that either model gives."""
+    different = source != converted
+    if source.dtype is not torch.bool:
+        return float(different.float().mean())
+    return float(different.sum() / (source | converted).sum())
+
+
 def _are_alike(embeddings: torch.Tensor) -> bool:
-    """Say whether several examples have the same embedding [b, D], but for rounding."""
+    """Say whether several examples have the same embedding, or scores [b, D], but for rounding."""
     spread = (embeddings - embeddings.mean(0)).norm()
     return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())
 

@@ -1,18 +1,21 @@
 """What a variant loses, measured on text or audio that no attention was fitted to, against the model it is made of.
 
 The measure is what the model is for: the cross-entropy of an encoder-decoder's targets, of what a Whisper writes, of
-masked words, of the next word; the divergence from what a classifier predicts; and for an encoder without a head how
-far its sentence embeddings, the means of its last hidden states, turn: one minus their cosine to the source's.
+masked words, of the next word; the divergence from what a classifier predicts; the error of scores, as a reranker
+gives; and for an encoder without a head how far its sentence embeddings, the means of its last hidden states, turn:
+one minus their cosine to the source's.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...answers import Answer, answer_of
 from ...conversion.calibration.audio import heard, read_features
 from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder
 from ...conversion.calibration_settings import Calibration
@@ -31,9 +34,12 @@ MEASURES = {
     "masked words": "cross-entropy of masked words, nats a token",
     "next words": "cross-entropy of the next word, nats a token",
     "predictions": "divergence from the source's predictions, nats a prediction",
+    "scores": "error of the source's scores, as a share of their variance",
     "embeddings": "1 - cosine to the source's sentence embeddings",
 }
-SCORES = ("logits", "prediction_logits", "start_logits", "end_logits")
+# Of these what the source says is noted, and compared with.
+COMPARED = ("predictions", "scores", "embeddings")
+LOGITS = ("logits", "prediction_logits", "start_logits", "end_logits")
 
 Batch = dict[str, torch.Tensor]
 
@@ -45,14 +51,16 @@ class HeldOutText:
     Args:
         measure: one of `MEASURES`.
         batches: the model's arguments, with "labels" where the measure has some.
-        source: of "predictions" and "embeddings", what the source says of each batch.
+        source: of `COMPARED`, what the source says of each batch.
         encoder: of audio, the source's: a variant that has the same weights there reads what it made.
+        gives_labels: whether "predictions" are several labels a text, each by itself.
     """
 
     measure: str
     batches: list[Batch]
     source: list[list[torch.Tensor]] = field(default_factory=list)
     encoder: nn.Module | None = None
+    gives_labels: bool = False
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
@@ -64,11 +72,57 @@ class HeldOutText:
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
             output = model(**inputs)  # an encoder-decoder makes its decoder's inputs of labels
             if labels is not None:
-                found.append(_cross_entropy(_scores(output)[0], labels, self.measure == "next words"))
+                found.append(_cross_entropy(_logits(output)[0], labels, self.measure == "next words"))
             else:
                 source = [each.to(device) for each in self.source[i]]
-                found.append(_difference(self.measure, _answers(self.measure, output, batch), source, batch))
+                found.append(self._difference(self.answers(output, batch), source, batch))
         return torch.cat(found).double().cpu()
+
+    def answers(self, output: Any, batch: Batch) -> list[torch.Tensor]:
+        """Return the log-probabilities that a model gives, its scores [b, scores], or its embeddings [b, D]."""
+        if self.measure == "scores":
+            return [output.logits.float()]
+        if self.gives_labels:  # [b, labels, 2]: that it is one, and that it is not
+            logits = output.logits.float()
+            return [nn.functional.logsigmoid(torch.stack([logits, -logits], dim=-1))]
+        if self.measure == "predictions":
+            return [logits.float().log_softmax(-1) for logits in _logits(output)]
+        states = output.last_hidden_state.float()
+        mask = batch.get("attention_mask")  # all of audio counts
+        mask = torch.ones_like(states[..., 0]) if mask is None else mask.to(states.device)
+        return [mean_pooled(states, mask)]
+
+    def _difference(
+        self, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: Batch
+    ) -> torch.Tensor:
+        if self.measure == "embeddings":
+            turned = 1 - nn.functional.cosine_similarity(answers[0], source[0])
+            return torch.stack([turned, torch.ones_like(turned)], 1)
+        if self.measure == "scores":
+            error = ((answers[0] - source[0]).square() / self._variance.to(source[0])).mean(-1)
+            return torch.stack([error, torch.ones_like(error)], 1)
+        losses = []
+        for ours, theirs in zip(answers, source, strict=True):
+            divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b] or, of tokens or labels, [b, n]
+            if divergence.ndim == 1 or self.gives_labels:
+                divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
+                losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
+                continue
+            mask = batch["attention_mask"].to(divergence)  # of tokens: no model predicts for each position of audio
+            losses.append(torch.stack([(divergence * mask).sum(1), mask.sum(1)], 1))
+        return torch.stack(losses).sum(0)
+
+    @cached_property
+    def _variance(self) -> torch.Tensor:
+        """Of the source's scores, over all texts: a scalar."""
+        scores = torch.cat([batch[0] for batch in self.source])
+        variance = scores.var(0, correction=0).mean()
+        if not variance > torch.finfo(variance.dtype).eps * scores.square().mean():
+            raise ValueError(
+                "the model gives all of these texts one score, with which nothing can be compared: give texts of the "
+                "kind that it was trained on (pairs, if it reads pairs)"
+            )
+        return variance
 
     def _is_encoder_of(self, model: Any) -> bool:
         """Say whether a model's encoder is the source's own: the same tensors, under the same configuration."""
@@ -105,8 +159,12 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
     if measure == "targets" and text.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
-    held = HeldOutText(measure, [_batch(model, tokenizer, text, rows, measure) for rows in chunks])
-    if measure in ("predictions", "embeddings"):
+    held = HeldOutText(
+        measure,
+        [_batch(model, tokenizer, text, rows, measure) for rows in chunks],
+        gives_labels=answer_of(model) is Answer.LABELS,
+    )
+    if measure in COMPARED:
         held.source = list(_said(model, held))
     return held
 
@@ -142,6 +200,8 @@ def _measure(model: PreTrainedModel) -> str:
         return "masked words"
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "next words"
+    if answer_of(model) is Answer.SCORES:
+        return "scores"
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
 
@@ -192,38 +252,11 @@ def _targets(
 def _said(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
     for batch in held.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
-        yield [each.cpu() for each in _answers(held.measure, output, batch)]
+        yield [each.cpu() for each in held.answers(output, batch)]
 
 
-def _scores(output: Any) -> list[torch.Tensor]:
-    return [output[name] for name in SCORES if output.get(name) is not None]
-
-
-def _answers(measure: str, output: Any, batch: Batch) -> list[torch.Tensor]:
-    """Return the log-probabilities that a model gives, or its embeddings [b, D]."""
-    if measure == "predictions":
-        return [scores.float().log_softmax(-1) for scores in _scores(output)]
-    states = output.last_hidden_state.float()
-    mask = batch.get("attention_mask")  # all of audio counts
-    mask = torch.ones_like(states[..., 0]) if mask is None else mask.to(states.device)
-    return [mean_pooled(states, mask)]
-
-
-def _difference(
-    measure: str, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: Batch
-) -> torch.Tensor:
-    if measure == "embeddings":
-        turned = 1 - nn.functional.cosine_similarity(answers[0], source[0])
-        return torch.stack([turned, torch.ones_like(turned)], 1)
-    losses = []
-    for ours, theirs in zip(answers, source, strict=True):
-        divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b] or, of tokens, [b, n]
-        if divergence.ndim == 1:
-            losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
-            continue
-        mask = batch["attention_mask"].to(divergence)  # of tokens: no model predicts for each position of audio
-        losses.append(torch.stack([(divergence * mask).sum(1), mask.sum(1)], 1))
-    return torch.stack(losses).sum(0)
+def _logits(output: Any) -> list[torch.Tensor]:
+    return [output[name] for name in LOGITS if output.get(name) is not None]
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ...answers import Answer, answer_of
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...inspection.sentence_similarity import mean_pooled
 from ..engine.losses import Term, sums_by_example
@@ -22,13 +23,17 @@ __all__ = [
     "Teacher",
     "check_teacher",
     "embedding_distance",
+    "labels_divergence",
     "layer_error",
     "logits_divergence",
+    "scores_error",
 ]
 
 ENCODER, DECODER = "encoder", "decoder"
 PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
+# The teacher's scores, beside its layers, among the variances.
+SCORES = ("logits", ENCODER)
 
 
 @dataclass
@@ -54,6 +59,7 @@ class ActivationRecorder:
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
         self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
+        self.answer = answer_of(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
         if attention_outputs:
             for site, _, module in named_attentions(model):
@@ -129,7 +135,7 @@ class Teacher:
         return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measure the variance of each layer's activations over tokens, by which errors are divided.
+        """Measure the variance of each layer's activations over tokens, and of scores, by which errors are divided.
 
         The batches are model inputs, and the mask [b, n] of real tokens of each side.
         """
@@ -141,6 +147,8 @@ class Teacher:
                     found = moments.setdefault((kind, side), [_Moments() for _ in layers])
                     for moment, states in zip(found, layers, strict=True):
                         moment.add(states[masks[side].bool()])
+            if self.recorder.answer is Answer.SCORES and activations.logits is not None:
+                moments.setdefault(SCORES, [_Moments()])[0].add(activations.logits)
         self.variances = {key: [moment.variance() for moment in found] for key, found in moments.items()}
 
 
@@ -193,6 +201,25 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
     return sums_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
+
+
+def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+    """Return the Kullback-Leibler divergence of each label's probability, in nats a label.
+
+    Args:
+        student, teacher: logits [b, labels], each of a sigmoid.
+        mask: [b, labels], 1 where it counts; None: everywhere.
+        temperature: as in `logits_divergence`.
+    """
+    # A sigmoid of z is a softmax over z and 0.
+    pairs = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
+    return logits_divergence(*pairs, torch.ones_like(student) if mask is None else mask, temperature)
+
+
+def scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
+    """Return the squared error of each example's scores [b, scores] as a share of their variance (a scalar)."""
+    errors = (student.float() - teacher.float()).square().mean(-1) / variance
+    return errors, torch.ones_like(errors)
 
 
 def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...answers import Answer
 from ...decoder_inputs import DecoderInput
 from ...generation_calls import limits_of_the_call
 from ...modeling.fields.variant_config import can_cache
@@ -21,12 +22,15 @@ from .distillation import (
     DECODER,
     ENCODER,
     LAYER_KINDS,
+    SCORES,
     ActivationRecorder,
     Activations,
     Teacher,
     embedding_distance,
+    labels_divergence,
     layer_error,
     logits_divergence,
+    scores_error,
 )
 from .settings import SPAN_CORRUPTION, UptrainingSettings
 
@@ -47,6 +51,7 @@ TERMS = {
     "cross_entropy": "cross_entropy",
     "embedding_distance": "embedding_distance",
     "logits_divergence": "logits",
+    "scores_error": "logits",
     **{f"{side}_{kind}_error": kind for side in (ENCODER, DECODER) for kind in LAYER_KINDS},
 }
 
@@ -59,7 +64,7 @@ class TermWeights:
     embedding_distance: float = 0.0
     hidden_states: float = 0.0  # `layer_error` of each layer
     attention_outputs: float = 0.0  # `layer_error` of each attention
-    logits: float = 0.0  # `logits_divergence`
+    logits: float = 0.0  # `logits_divergence`, or `scores_error`
     temperature: float = 1.0  # of that divergence
 
     @property
@@ -146,29 +151,45 @@ class UptrainingObjective:
                 terms[f"{side}_{kind}_error"] = layer_error(
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
-        if weights.logits and (student.span_logits is None) != (teacher.span_logits is None):
-            raise ValueError(
-                "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
-            )
-        if weights.logits and student.span_logits is not None and teacher.span_logits is not None:
-            mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
-            logits = student.span_logits, teacher.span_logits
-            terms["logits_divergence"] = logits_divergence(logits[0], logits[1], mask, weights.temperature)
-        elif weights.logits:
-            ours, other = _checked_logits(student.logits, teacher.logits)
-            of_tokens = None
-            if ours.dim() == 3:
-                of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-            terms["logits_divergence"] = logits_divergence(ours, other, of_tokens, weights.temperature)
+        if weights.logits:
+            terms |= self._logits_term(student, of_teacher, teacher, batch)
         if weights.embedding_distance or embeds:
             states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
             terms["embedding_distance"] = embedding_distance(*states, masks[ENCODER])
         return terms
 
+    def _logits_term(
+        self, student: Activations, of_teacher: Teacher, teacher: Activations, batch: dict[str, Tensor]
+    ) -> dict[str, Term]:
+        temperature, answer = self.weights.temperature, self.recorder.answer
+        if (student.span_logits is None) != (teacher.span_logits is None):
+            raise ValueError(
+                "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
+            )
+        if student.span_logits is not None and teacher.span_logits is not None:
+            mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
+            spans = student.span_logits, teacher.span_logits
+            return {"logits_divergence": logits_divergence(*spans, mask, temperature)}
+        if (others := of_teacher.recorder.answer) is not answer:
+            raise ValueError(
+                f"--logits_weight needs logits of one kind: the model's are {answer.value}, its teacher's "
+                f"{others.value} (num_labels and problem_type in config.json)"
+            )
+        logits = _checked_logits(student.logits, teacher.logits, answer)
+        if answer is Answer.SCORES:
+            return {"scores_error": scores_error(*logits, of_teacher.variances[SCORES][0])}
+        of_tokens = None
+        if logits[0].dim() == 3 or answer is Answer.TOKENS:
+            of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
+        divergence = logits_divergence if answer is Answer.CLASSES else labels_divergence
+        return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
-def _checked_logits(student: Tensor | None, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+
+def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: Answer) -> tuple[Tensor, Tensor]:
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    if student is None or teacher is None or shapes[0] != shapes[1] or student.shape[-1] < 2:
+    # A distribution over a single class is always the same.
+    too_few = student is not None and answer is Answer.CLASSES and student.shape[-1] < 2
+    if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         found = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
     return student, teacher

@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ...answers import Answer
 from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...decoder_inputs import DecoderInput, decoder_input
@@ -206,10 +207,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
     def _measure_variances(self) -> None:
-        objective = self.uptraining_objective
-        if not (self.weights.hidden_states or self.weights.attention_outputs):
+        objective, weights = self.uptraining_objective, self.weights
+        of_scores = weights.logits > 0 and objective.recorder.answer is Answer.SCORES
+        if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
-        teacher: Any = objective.teacher  # whose layers the terms compare
+        teacher: Any = objective.teacher  # whose layers and scores the terms compare
         teacher.measure_variances(
             (model_inputs(batch), objective.masks(batch))
             for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
