@@ -212,8 +212,9 @@ def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
         temperature: as in `logits_divergence`.
     """
     # A sigmoid of z is a softmax over z and 0.
-    pairs = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
-    return logits_divergence(*pairs, torch.ones_like(student) if mask is None else mask, temperature)
+    student, teacher = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
+    mask = torch.ones_like(student[..., 0]) if mask is None else mask
+    return logits_divergence(student, teacher, mask, temperature)
 
 
 def scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
