@@ -27,6 +27,7 @@ from ..conversion.calibration_settings import (
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
+from .hf_names import TRAINING_NAMES, check_names
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -87,7 +88,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         OSError: where the output folder cannot be made; before imports that take seconds.
     """
-    args = parse_with_checkpoint(make_parser(), argv)
+    parser = make_parser()
+    check_names(parser, argv, TRAINING_NAMES)
+    args = parse_with_checkpoint(parser, argv)
     check_output_dir(args.output_dir)
     return args
 

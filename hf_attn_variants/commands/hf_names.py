@@ -1,11 +1,11 @@
-"""Flags of Hugging Face's example scripts that are called otherwise here, or are not needed: what an error says."""
+"""Flags of other commands that are called otherwise here, or are not needed: what an error says."""
 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["HF_NAMES", "check_names"]
+__all__ = ["HF_NAMES", "TRAINING_NAMES", "check_names"]
 
 # A flag of transformers' run_*.py or of its TrainingArguments, and what to give here.
 HF_NAMES = {
@@ -43,9 +43,21 @@ HF_NAMES = {
     "warmup_steps": "--num_warmup_steps",
 }
 
+# A flag of the training commands, and what to give to a command that calibrates.
+TRAINING_NAMES = {
+    "train_file": "--calibration_file",
+    "source_file": "--calibration_file",
+    "target_file": "--calibration_target_file",
+    "text_columns": "--calibration_columns",
+    "source_column": "--calibration_columns",
+    "target_column": "--calibration_target_column",
+}
 
-def check_names(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """End the process with a line and status 2 where a command line has flags of `HF_NAMES` that the parser lacks.
+
+def check_names(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, names: Mapping[str, str] = HF_NAMES
+) -> None:
+    """End the process with a line and status 2 where a command line has flags of `names` that the parser lacks.
 
     What is said names flags of the parser alone: a name that leads to another command's is left to argparse.
     """
@@ -54,7 +66,7 @@ def check_names(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
         if argument == "--":
             break
         flag = argument.partition("=")[0]
-        advice = HF_NAMES.get(flag.removeprefix("--")) if flag.startswith("--") and flag not in there else None
+        advice = names.get(flag.removeprefix("--")) if flag.startswith("--") and flag not in there else None
         if advice is not None and all(name in there for name in re.findall(r"--\w+", advice)):
             said.append(f"there is no {flag}: {'use ' * advice.startswith('--')}{advice}")
     if said:

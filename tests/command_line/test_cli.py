@@ -18,6 +18,7 @@ from fixtures.speech import whisper_checkpoint
 import attn_variants
 import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, cli
+from hf_attn_variants.commands.hf_names import TRAINING_NAMES
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
@@ -172,6 +173,16 @@ def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, f
     assert getattr(parse([*calibrated, *flags]), field) == value
     said = capsys.readouterr().err
     assert note in said and bool(said) == bool(note) and "hf_" not in said
+
+
+@pytest.mark.parametrize("command", ["convert", "frontier"])
+def test_a_trainings_name_of_a_calibrations_flag_says_that_one(command, capsys):
+    parse = importlib.import_module(cli.COMMANDS[command][0]).parse_args
+    for name, own in TRAINING_NAMES.items():
+        with pytest.raises(SystemExit) as stopped:
+            parse(["bert", "--output_dir", "o", f"--{name}", "x"])
+        assert stopped.value.code == 2
+        assert f"error: there is no --{name}: use {own}\n" in capsys.readouterr().err
 
 
 def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
