@@ -170,7 +170,8 @@ class UptrainingObjective:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
             spans = student.span_logits, teacher.span_logits
             return {"logits_divergence": logits_divergence(*spans, mask, temperature)}
-        if (others := of_teacher.recorder.answer) is not answer:
+        others = of_teacher.recorder.answer
+        if student.logits is not None and teacher.logits is not None and others is not answer:
             raise ValueError(
                 f"--logits_weight needs logits of one kind: the model's are {answer.value}, its teacher's "
                 f"{others.value} (num_labels and problem_type in config.json)"
