@@ -121,6 +121,16 @@ def test_labels_that_either_gives_count_and_labels_that_neither_gives_do_not():
     assert _compared("predictions", {"predictions": source}, {"predictions": converted})[0] == pytest.approx(2 / 4)
 
 
+def test_one_label_is_a_prediction_too():
+    fields = SEVERAL_LABELS | {"num_labels": 1}
+    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
+    with torch.no_grad():
+        upstream.classifier.bias.fill_(100.0)  # every text has it
+    model, outputs = source_outputs(upstream)
+    found = outputs.compared_with(model)
+    assert found.measure == "predictions" and found.value == 0
+
+
 def test_of_examples_that_get_no_label_the_scores_are_compared():
     upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():

@@ -21,6 +21,7 @@ from hf_attn_variants.training.uptraining.distillation import (
     logits_divergence,
     scores_error,
 )
+from hf_attn_variants.training.uptraining.objective import TermWeights, UptrainingObjective
 from hf_attn_variants.training.uptraining.trainable import named_attentions, select_trainable
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -80,6 +81,36 @@ def test_a_probability_for_each_label_is_compared_label_by_label(mask):
     counted = torch.ones(2, 4) if mask is None else mask
     torch.testing.assert_close(sums, (expected * counted).sum(-1))
     assert items.tolist() == counted.sum(-1).tolist()
+
+
+def _logits_term(student, teacher, batch):
+    objective = UptrainingObjective(student, TermWeights(logits=1.0), Teacher(teacher))
+    with torch.no_grad():
+        sums, items = objective.terms(student, batch)["logits_divergence"]
+        return sums.sum() / items.sum(), student(**batch).logits, teacher(**batch).logits
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_more_of_every_label_changes_labels_and_no_distribution(problem):
+    head = "BertForSequenceClassification"
+    teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
+    with torch.no_grad():
+        student.classifier.bias.add_(1.0)
+    found, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
+    p, q = theirs.sigmoid(), ours.sigmoid()
+    of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+    expected = float(of_labels) if problem.startswith("multi") else 0.0
+    assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
+
+
+def test_a_discriminators_tokens_are_compared_one_by_one_without_padding():
+    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+    student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
+    batch = electra.batch("ElectraForPreTraining")
+    found, ours, theirs = _logits_term(student, teacher, batch)
+    p, q, mask = theirs.sigmoid(), ours.sigmoid(), batch["attention_mask"]
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert float(found) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
 
 
 def test_an_error_of_scores_is_the_share_of_their_variance():

@@ -54,7 +54,7 @@ class SourceOutputs:
         self._generation = getattr(model, "generation_config", None)
         self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
         self._answer = answer_of(model)
-        self._measure = _measure(model, self._writes and calibration.target_texts is None)
+        self._measure = _measure(model, self._answer, self._writes and calibration.target_texts is None)
         labelled = None
         if self._measure == "loss" and not self._writes:
             labelled = _with_labels(model, processor, batches)
@@ -152,15 +152,15 @@ def _encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
     return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
 
 
-def _measure(model: PreTrainedModel, writes: bool) -> str:
+def _measure(model: PreTrainedModel, answer: Answer, writes: bool) -> str:
     """Return which of `BOUNDS` a model is measured by."""
     if writes:
         return "tokens"
     if model.get_output_embeddings() is not None:
         return "loss"
+    if answer in (Answer.SCORES, Answer.LABELS):
+        return "scores" if answer is Answer.SCORES else "predictions"
     name = type(model).__name__
-    if answer_of(model) is Answer.SCORES:
-        return "scores"
     classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
     return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"
 
