@@ -1,5 +1,7 @@
 """Linear maps whose weights are packed for a processor: in int8, and in bfloat16."""
 
+import itertools
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +11,18 @@ from .bfloat16_weight import Bfloat16Weight
 from .int8_weight import Int8Weight
 
 __all__ = ["Bfloat16Linear", "Int8Linear", "PackedLinear"]
+
+
+# The maps that there are, by numbers that none had before.
+_linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def _registered(linear: "PackedLinear") -> torch.Tensor:
+    """Return its number: a tensor, so that one graph serves all maps of a shape, as those of a decoder's layers."""
+    key = next(_keys)
+    _linears[key] = linear
+    return torch.tensor(key, device="cpu")
 
 
 class PackedLinear(nn.Module):
@@ -28,13 +42,14 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
         self._weight = self.kind.rounded(linear.weight.detach())
+        self._key = _registered(self)
         self.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Map [..., in] to [..., out].
 
         Raises:
-            RuntimeError: for inputs that record gradients, or that are not on a CPU.
+            RuntimeError: for inputs that record gradients, or that are not on a CPU, and in `torch.export`.
         """
         if states.requires_grad or not states.is_cpu:
             raise RuntimeError(
@@ -44,8 +59,12 @@ class PackedLinear(nn.Module):
         if states.dtype != torch.float32 or states.dim() < 2:
             made: torch.Tensor = self(states.float().view(-1, self.in_features))
             return made.view(*states.shape[:-1], self.out_features).to(states.dtype)
-        multiply = _outside_of_graphs if torch.compiler.is_compiling() else _product
-        return multiply(self._weight, states, self._bias)
+        if not torch.compiler.is_compiling():
+            return self._weight.product(states, self._bias)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(f"{self} is not exported, for its packed weight lives in this process alone.")
+        product: torch.Tensor = torch.ops.hf_attn_variants.packed_linear(states, self._key, self.out_features)
+        return product
 
     # Methods, as of torch's own quantized modules: what reads a float weight of a map (T5 asks for its dtype) must not
     # take these for one.
@@ -63,11 +82,14 @@ class PackedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Of a copy, or a pickle, which packs anew for its processor.
-        return vars(self) | {"_weight": self._weight.tensors()}
+        return {name: value for name, value in vars(self).items() if name != "_key"} | {
+            "_weight": self._weight.tensors()
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._weight = self.kind(**state["_weight"])
+        self._key = _registered(self)
 
     def _dtype_name(self) -> str:
         return str(self.kind.dtype).removeprefix("torch.")
@@ -105,12 +127,21 @@ class PackedLinear(nn.Module):
             self._weight = self.kind(**given)
 
 
-def _product(weight: Int8Weight | Bfloat16Weight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return weight.product(states, bias)
+def _compute(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+    linear = _linears[int(key)]
+    return linear._weight.product(states, linear._bias)
 
 
-# Graphs have no place for a packed weight.
-_outside_of_graphs = torch.compiler.disable(_product)
+def _shape_of(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+    return states.new_empty(*states.shape[:-1], out_features)
+
+
+# A graph has no place for a packed weight: it holds one operator a map, and the map's number. A `custom_op` would take
+# a third of the time of a small product.
+_library = torch.library.Library("hf_attn_variants", "FRAGMENT")
+_library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
+_library.impl("packed_linear", _compute, "CPU")
+torch.library.register_fake("hf_attn_variants::packed_linear", _shape_of, lib=_library)
 
 
 class Int8Linear(PackedLinear):

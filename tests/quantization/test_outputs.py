@@ -1,6 +1,8 @@
 """What models of int8 maps put out: what the same rounding makes of float32, in every host and variant."""
 
 import copy
+import gc
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,9 +11,10 @@ from architectures import VARIANTS
 from fixtures.hosts import HOSTS, PAIRS, make, tensors
 from fixtures.rounded_maps import rounded_model, worst_error
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.quantization import int8_weight
+from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
 from hf_attn_variants.quantization.kept_maps import int8_maps
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
@@ -185,12 +188,52 @@ def test_whoever_asks_first_packs_for_all(way, cls):
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_compiled_it_is_the_same(way, cls):
+def test_compiled_it_is_the_same_in_one_graph(way, cls):
     if cls is Bfloat16Linear and not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
-    made, states = cls(torch.nn.Linear(64, 48)), torch.randn(3, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(made)(states), made(states))
+    linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
+    made = cls(linear)
+    others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
+    maps = torch.nn.Sequential(*others[:1], torch.nn.ReLU(), cls(torch.nn.Linear(48, 8)))
+    for each in (made, *others, maps):
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(each, fullgraph=True)(states), each(states))
+    half = torch.compile(made, fullgraph=True)(states.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half, made(states.bfloat16()))
+    with pytest.raises(RuntimeError, match="is not exported"):
+        torch.export.export(made, (states,))
+
+
+@torch.no_grad()
+def test_one_graph_serves_the_maps_of_all_layers():
+    torch._dynamo.reset()
+    counters.clear()
+    states = torch.randn(3, 64)
+    for made in (Int8Linear(torch.nn.Linear(64, 48)) for _ in range(4)):
+        torch.testing.assert_close(torch.compile(made, fullgraph=True, backend="eager")(states), made(states))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_map_that_is_gone_takes_no_memory():
+    known = len(packed_linear._linears)
+    made = Int8Linear(torch.nn.Linear(64, 48))
+    assert len(packed_linear._linears) == known + 1
+    del made
+    gc.collect()
+    assert len(packed_linear._linears) <= known
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["t5", "marian", "whisper"])
+def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):
+    model, batch = quantize(share_memory(tiny_model(kind))), source_batch(kind)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static", "do_sample": False}
+    options |= {"return_timestamps": False} if kind == "whisper" else {}
+    expected = model.generate(**batch, **options)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(**batch, **options), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -231,6 +231,8 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
     known = [row | {"answer": answer} for answer in "AB"]
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
+        load({"test.jsonl": [row, *known]}, "--num_train_epochs", 0)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ __all__ = [
     "named_label",
     "read_sources",
     "text_of",
+    "uneven_column",
 ]
 
 SPLITS = ("train", "validation", "test")
@@ -143,11 +144,15 @@ def check_column(name: str, source: Source, column: str | None, flag: str) -> st
 def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:
     for record in records:
         if has_column(record, column):
-            raise ValueError(
-                f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all "
-                "rows, or to none"
-            )
+            raise uneven_column(column, first, record)
         yield record
+
+
+def uneven_column(column: str, first: Record, record: Record) -> ValueError:
+    """Return the error of a column that the first row lacks and a later one has."""
+    return ValueError(
+        f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all rows, or to none"
+    )
 
 
 def missing_column(record: Record, column: str, flag: str) -> ValueError:

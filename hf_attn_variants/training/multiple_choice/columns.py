@@ -8,7 +8,7 @@ from typing import Any
 from ...text_files import column_names
 from .settings import FROM_0, LETTER, MultipleChoiceSettings
 
-__all__ = ["ChoiceColumns", "find_columns"]
+__all__ = ["ChoiceColumns", "find_columns", "unread_answer"]
 
 CONTEXTS = ("article", "context", "passage", "paragraph", "premise", "story", "sent1", "ctx")
 QUESTIONS = ("question", "query", "question_stem", "stem", "sent2")
@@ -85,6 +85,14 @@ def find_columns(
     if found - {"label"} == SWAG:
         return ChoiceColumns(context, question, choices, answer, FROM_0)
     return ChoiceColumns(context, question, choices, answer)
+
+
+def unread_answer(record: dict[str, Any], columns: ChoiceColumns) -> str | None:
+    """Return a row's column that is called as answers often are, where `columns` has none; else None."""
+    if columns.answer is not None:
+        return None
+    there = _by_lower_name(record, {*columns.choices})
+    return next((there[name] for name in ANSWERS if name in there), None)
 
 
 def _by_lower_name(record: dict[str, Any], but: set[str]) -> dict[str, str]:

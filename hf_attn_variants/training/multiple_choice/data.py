@@ -22,10 +22,11 @@ from ..engine.table_splits import (
     named_label,
     read_sources,
     text_of,
+    uneven_column,
 )
 from .answers import answer_format_of, places_of
 from .choices import ChoiceSplit, word_choice
-from .columns import ChoiceColumns, find_columns
+from .columns import ChoiceColumns, find_columns, unread_answer
 from .settings import FROM_0, MultipleChoiceSettings
 
 __all__ = ["ChoiceData", "load_choice_data"]
@@ -121,11 +122,17 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
 
 
 def _read(name: str, source: Source, columns: ChoiceColumns, blank: str | None) -> Rows:
-    """Read all rows of a split; a blank context or question is one, and is counted."""
+    """Read all rows of a split; a blank context or question is one, and is counted.
+
+    Raises:
+        OSError, ValueError: see `load_choice_data`.
+    """
     rows = Rows(check_column(name, source, columns.answer, "--answer_column"))
     names = source.class_names(rows.answer_column)
     blanks: list[str] = []
     for record in source.records:
+        if unread := unread_answer(record.values, columns):
+            raise uneven_column(unread, source.first, record)
         context = None if columns.context is None else text_of(record, columns.context, "--context_column")
         question = None if columns.question is None else text_of(record, columns.question, "--question_column")
         choices = _choices_of(record, columns.choices)
