@@ -44,6 +44,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
     parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
+    parser.add_argument("--compile", action="store_true", help="time torch's engines compiled, too")
     args = parse_sizes(parser, arguments)
     if args.shape in ENCODERS:
         args.num_beams = [1]
@@ -72,6 +73,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         max_new_tokens=args.max_new_tokens,
         num_beams=None if args.shape in ENCODERS else beams,
         rounds=args.rounds,
+        compiles=args.compile,
         peak_memory=not args.no_peak_memory and way_now() == "glibc",  # whose processes have glibc as it is
     )
     rows = {row.engine.name: row for row in table.rows}

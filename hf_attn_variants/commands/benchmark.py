@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="time transformers, share_memory, int8, CTranslate2 and --num_key_value_heads (default: a quarter)",
     )
+    serving.add_argument(
+        "--compile",
+        action="store_true",
+        help="time torch's engines compiled, too (`model.compile()`, static cache): a minute more for each",
+    )
     serving.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
     serving.add_argument("--plot", metavar="PNG", help="draw tokens a second and peak memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -112,9 +119,11 @@ def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--{others[0]} is not timed with --serving: leave one of the two out")
     if args.serving and (args.dtype != "float32" or args.device not in (None, "cpu")):
         parser.error("--serving compares engines of a CPU in float32 and int8: leave --dtype and --device out")
-    for name in ("no_peak_memory", "plot"):
+    for name in ("no_peak_memory", "plot", "compile"):
         if getattr(args, name) and not args.serving:
             parser.error(f"--{name} is for --serving: add that, or leave it out")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        parser.error("--compile needs a C++ compiler: install g++, or leave it out")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: `pip install matplotlib`, or leave it out")
     if args.plot is not None and (not Path(args.plot).parent.is_dir() or Path(args.plot).is_dir()):
@@ -188,6 +197,7 @@ def _serving(args: argparse.Namespace, config: Any) -> Any:
             num_beams=args.num_beams,
             rounds=args.rounds,
             peak_memory=not args.no_peak_memory,
+            compiles=args.compile,
         )
     if args.plot is not None:
         from ..pictures import write_picture

@@ -1,7 +1,7 @@
 """What a model can be served with: transformers' own class, one line on it, a conversion, CTranslate2."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class Engine:
         shared: whether `share_memory` was called.
         int8: whether its linear maps are int8.
         ctranslate2: whether CTranslate2 runs it; else torch.
+        compiled: whether its steps are compiled by `torch.compile`, with a static cache.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Engine:
     shared: bool = False
     int8: bool = False
     ctranslate2: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,16 @@ class Load:
     num_beams: int
 
 
-def engines_of(config: Mapping[str, Any], kv_heads: Sequence[int], has_ctranslate2: bool) -> list[Engine]:
+def engines_of(
+    config: Mapping[str, Any], kv_heads: Sequence[int], has_ctranslate2: bool, compiles: bool = False
+) -> list[Engine]:
     """Return the engines of a checkpoint, the baseline first.
 
     Args:
         config: its config.json.
         kv_heads: numbers of key/value heads to which it could be converted.
         has_ctranslate2: whether CTranslate2 is here and has a form for it.
+        compiles: whether torch's engines of the checkpoint as it is are there compiled, too.
     """
     current = variant_config(config)
     is_upstreams = config["model_type"] != type(current).model_type
@@ -74,6 +79,8 @@ def engines_of(config: Mapping[str, Any], kv_heads: Sequence[int], has_ctranslat
     found.append(Engine("int8" if is_upstreams else f"{own}, int8", int8=True))
     if can_share:
         found.append(Engine("share_memory, int8", shared=True, int8=True))
+    if compiles:
+        found += [replace(engine, name=f"{engine.name}, compiled", compiled=True) for engine in found]
     if has_ctranslate2:
         found += _ctranslate2_engines("" if is_upstreams else f"{own}, ", None)
     for heads in kv_heads:
@@ -127,7 +134,11 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
         return model
     if engine.shared:
         share_memory(model)
-    return quantize(model) if engine.int8 else model
+    if engine.int8:
+        quantize(model)
+    if engine.compiled:
+        model.compile()
+    return model
 
 
 def _own_model(config: Mapping[str, Any]) -> Any:
@@ -149,9 +160,13 @@ def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tens
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def torch_run(model: Any, inputs: dict[str, torch.Tensor], load: Load) -> Callable[[int | None], None]:
+def torch_run(
+    model: Any, inputs: dict[str, torch.Tensor], load: Load, compiled: bool = False
+) -> Callable[[int | None], None]:
     """Return what is timed: called with a number of new tokens, None for a pass, the encoder included."""
     options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
+    if compiled:  # else each step is of another length, and compiled anew
+        options["cache_implementation"] = "static"
     if "input_features" in inputs:  # Whisper's own code would look for further segments of the audio
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
     return partial(_generate_or_pass, model, inputs, options)

@@ -96,6 +96,7 @@ def measure_serving(
     num_beams: int | None = None,
     rounds: int = 5,
     peak_memory: bool = True,
+    compiles: bool = False,
 ) -> ServingTable:
     """Time what a model could be served with on this CPU: random weights, for speed does not depend on them.
 
@@ -113,6 +114,8 @@ def measure_serving(
         num_beams: encoder-decoders: beams of the search; None = 1, greedy.
         rounds: timings of each engine; the median counts.
         peak_memory: whether each engine also serves one batch in a process of its own, whose peak memory is read.
+        compiles: whether torch's engines of the checkpoint as it is are timed compiled, too, which takes a C++
+            compiler and a minute for each.
 
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
@@ -127,7 +130,7 @@ def measure_serving(
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
     missing, threads, inputs = why_not(config), torch.get_num_threads(), random_inputs(config, load)
     left_out = {} if missing is None else {CTRANSLATE2: missing}
-    engines = engines_of(config, _kv_heads(config, kv_heads), missing is None)
+    engines = engines_of(config, _kv_heads(config, kv_heads), missing is None, compiles)
     with tempfile.TemporaryDirectory() as stage:
         runs, exported = _built(config, engines, load, inputs, Path(stage), left_out)
         engines = [engine for engine in engines if engine.name in runs]
@@ -166,7 +169,7 @@ def _built(
             exported[engine.name] = write_folder(config, model, inputs, folder, engine.int8)
             runs[engine.name] = ctranslate2_run(exported[engine.name], load.num_beams, torch.get_num_threads())
         else:
-            runs[engine.name] = torch_run(model, inputs, load)
+            runs[engine.name] = torch_run(model, inputs, load, engine.compiled)
     return runs, exported
 
 

@@ -95,8 +95,8 @@ def main() -> None:
         from .engines import Engine, Load, build_model, random_inputs, torch_run
 
         torch.set_num_threads(threads)
-        config, given = told["config"], Load(**load)
-        run = torch_run(build_model(config, Engine(**told["engine"])), random_inputs(config, given), given)
+        config, given, engine = told["config"], Load(**load), Engine(**told["engine"])
+        run = torch_run(build_model(config, engine), random_inputs(config, given), given, engine.compiled)
     CLEAR.write_text(RESET_PEAK)
     run(load["max_new_tokens"])
     [peak] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:")]

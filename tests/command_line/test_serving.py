@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
 from architectures import BERT, T5
 from relatives import RELATIVES, WHISPER
+from torch._dynamo.utils import counters
 
 from hf_attn_variants import cli
 from hf_attn_variants.serving import engines, measure, peak_memory
@@ -74,6 +77,42 @@ def test_engines_of_the_same_weights_write_the_same():
     assert torch.equal(written["transformers"], written["share_memory"])
     assert all(each.shape == (2, 6) for each in written.values())  # no text ends by itself
     torch_run(model, inputs, load)(2)
+
+
+@pytest.mark.usefixtures("small_maps")
+@pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
+def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
+    # As it is captured: no C++ compiler is needed.
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
+    found = engines_of(config, [], False, compiles=True)
+    assert [each.name for each in found if each.compiled] == [
+        "transformers, compiled",
+        "share_memory, compiled",
+        "int8, compiled",
+        "share_memory, int8, compiled",
+    ]
+    inputs, graphs = random_inputs(config, load), 0
+    for engine in (each for each in found if each.compiled):
+        torch._dynamo.reset()
+        counters.clear()
+        model, plain = (build_model(config, replace(engine, compiled=way)) for way in (True, False))
+        expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
+        found = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
+        assert torch.equal(found, expected), engine.name
+        torch_run(model, inputs, load, compiled=True)(5)
+        assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4, engine.name
+        graphs += 1
+    assert graphs == 4
+
+
+@pytest.mark.slow
+def test_the_command_times_compiled_engines(tmp_path, capsys):
+    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
+    assert cli.main(["benchmark", str(tmp_path), *flags, "--compile", "--json"]) == 0
+    rows = {row["engine"]["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["share_memory, compiled"]["peak_bytes"] > 2**24
 
 
 @needs_ctranslate2
@@ -238,6 +277,7 @@ def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
         (["--serving", "--device", "cuda"], "leave --dtype and --device out"),
         (["--plot", "a.png"], "--plot is for --serving"),
         (["--no_peak_memory"], "--no_peak_memory is for --serving"),
+        (["--compile"], "--compile is for --serving"),
         (["--serving", "--plot", "no_folder/a.png"], "in a folder that is there; got no_folder/a.png"),
     ],
 )
@@ -278,3 +318,10 @@ def test_numbers_that_do_not_fit(options, message, monkeypatch):
     monkeypatch.setattr(measure, "_timed", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("hf_attn_variants.commands.benchmark.shutil.which", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["benchmark", "t5-small", "--serving", "--compile"])
+    assert "--compile needs a C++ compiler" in capsys.readouterr().err
