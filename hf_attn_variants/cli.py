@@ -47,7 +47,7 @@ TRAIN = {
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
-SERVING = ("inspect", "benchmark", "average", "convert", "visualize", "export", "push", "refresh")
+SERVING = ("inspect", "benchmark", "average", "convert", "frontier", "visualize", "export", "push", "refresh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

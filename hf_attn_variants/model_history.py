@@ -46,7 +46,8 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "parameters": {"before": int, "after": int},
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
     "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int},
-    "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int, "is_kept": bool, "alike": bool},
+    "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int}
+    | {"is_kept": bool, "alike": bool, "unknown": bool},
     "versions": {ANY: str},
     "seconds": NUMBER,
 }

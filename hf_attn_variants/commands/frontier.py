@@ -1,7 +1,9 @@
 """The command `attn-variants frontier`."""
 
 import argparse
+import importlib.util
 import json
+import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from .convert import (
 from .hf_names import TRAINING_NAMES, check_names
 
 __all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = (
     "num_key_value_heads",
@@ -147,13 +151,11 @@ def main(args: argparse.Namespace) -> Any:
     """
     from dataclasses import replace
 
-    from ..inspection.frontier.drawing import draw_frontier
     from ..inspection.frontier.inputs import load_source, variants_to_try
     from ..inspection.frontier.measure import measure_frontier
     from ..inspection.frontier.saved import SavedFrontier
     from ..interrupts import INTERRUPTED
     from ..languages import set_languages
-    from ..pictures import write_picture
     from ..progress import no_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
@@ -185,13 +187,24 @@ def main(args: argparse.Namespace) -> Any:
         raise KeyboardInterrupt(f"{INTERRUPTED}{there}") from None
     chosen = None if args.loss is None else frontier.cheapest(args.loss)
     found = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": _command(chosen, args)}}
-    write_picture(output_dir / PNG_FILE, lambda: draw_frontier(frontier, args.loss), dpi=130)
     saved.finish(found)
+    _draw(frontier, args.loss, output_dir / PNG_FILE)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
         _print(frontier, chosen, args, output_dir)
     return frontier
+
+
+def _draw(frontier: Any, loss: float | None, path: Path) -> None:
+    """Write the picture, where matplotlib is there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("no %s is drawn: `pip install matplotlib`, and the same command draws it", path.name)
+        return
+    from ..inspection.frontier.drawing import draw_frontier
+    from ..pictures import write_picture
+
+    write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -248,6 +248,21 @@ def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: At
             )
 
 
+# What flags of the command are in Python.
+FLAGS = {
+    "calibration_file": "`calibration=`, the path or a list of texts",
+    "calibration_columns": "`calibration=`, a list of texts or of pairs of texts",
+    "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
+    "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
+    "calibration_size": "`calibration=` as many examples as are meant",
+    "fit_steps": "`calibration=Calibration(texts, fit_steps=...)`",
+    "max_length": "`calibration=Calibration(texts, max_length=...)`",
+    "source_lang": "`calibration=Calibration(texts, source_lang=...)`",
+    "target_lang": "`calibration=Calibration(texts, target_lang=...)`",
+    "quick": "few texts and no fit: `calibration=Calibration(texts[:384], fit_steps=0)`",
+}
+
+
 def _check_fields(
     config_class: type[AttnVariantConfigMixin], config: Mapping[str, Any], given: Mapping[str, Any], changes: bool
 ) -> None:
@@ -256,6 +271,8 @@ def _check_fields(
         if name not in config_class.variant_fields():
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
+            if name in FLAGS:
+                raise ValueError(f"`{name}` is a flag of the command; here give {FLAGS[name]}.")
             if field is None and (reason := wrong_name(config_class, name)) is not None:
                 raise ValueError(reason)
             raise ValueError(

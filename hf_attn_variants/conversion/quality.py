@@ -24,10 +24,13 @@ __all__ = ["BOUNDS", "ModelNotKeptError", "Quality", "check_kept", "edit_distanc
 # Beyond these a conversion has not kept the model.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
+# With fewer examples "kept" is a hint.
+FEW = 8
+
 NOT_KEPT = (
-    "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
-    "for, or train it afterwards (`attn-variants uptrain`, for models of text). `attn-variants frontier` shows what "
-    "each choice loses."
+    "Are the examples of the kind that the model reads? If so, keep more heads (--num_key_value_heads) or a latent "
+    "(--kv_lora_rank), give more examples, or train it afterwards (`attn-variants uptrain`, for models of text). "
+    "`attn-variants frontier` shows what each choice loses."
 )
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class Quality:
         runaway: of a model that writes: the examples of which it writes more than twice as much as the source. It
             repeats itself there, mostly, which makes much of `value`.
         alike: of embeddings and scores: the source gives all examples the same, so that there is nothing to compare.
+        unknown: of losses: the source's own is above that of a guess, so that it does not know such text at all.
     """
 
     measure: str
@@ -57,25 +61,41 @@ class Quality:
     losses: tuple[float, float] | None = None
     runaway: int = 0
     alike: bool = False
+    unknown: bool = False
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Quality | None":
         """Return what a report holds as `to_dict` made it; None where it is none of this version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
-        others = {name: values[name] for name in ("runaway", "alike") if name in values}
+        others = {name: values[name] for name in ("runaway", "alike", "unknown") if name in values}
         return cls(values["measure"], values.get("value"), values["bound"], values["examples"], **others)
 
     @property
     def is_kept(self) -> bool:
         """Whether the model is within the bound."""
-        if self.value is None:
+        if self.value is None or self.says_nothing:
             return False
         return self.value >= self.bound if self.measure == "embeddings" else self.value <= self.bound
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether such examples tell nothing of any conversion."""
+        return self.alike or self.unknown
+
+    @property
+    def verdict(self) -> str:
+        """What a summary says of the model."""
+        if not self.is_kept:
+            return "NOT KNOWN" if self.says_nothing else "NOT KEPT"
+        return "kept" if self.examples >= FEW else "kept, as far as so few examples can say"
 
     def __str__(self) -> str:
         if self.alike:
             return f"its source gives all examples one {self.measure[:-1]}, with which nothing can be compared"
+        if self.unknown:
+            loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats a token"
+            return f"its source has a loss{loss} there, more than a guess has"
         if self.value is None:
             return "its outputs are no numbers"
         return {
@@ -123,7 +143,7 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
     """
     if quality is None or quality.is_kept:
         return
-    begin = "nothing says whether the conversion has" if quality.alike else "the conversion has not"
+    begin = "nothing says whether the conversion has" if quality.says_nothing else "the conversion has not"
     message = (
         f"{begin} kept the model: {quality} ({quality.examples} held-out examples; the bound is "
         f"{quality.shown_bound}). {NOT_KEPT}"

@@ -181,8 +181,9 @@ class ConversionReport:
             lines.append(f"  {'averaged heads kept':<27} {value}")
         if self.quality is not None:
             value = f"{self.quality} ({self.quality.examples} held-out examples)"
-            kept = "kept" if self.quality.is_kept else "NOT KEPT"
-            lines.append(f"  {'the whole model':<27} {value}: {kept}, the bound is {self.quality.shown_bound}")
+            lines.append(
+                f"  {'the whole model':<27} {value}: {self.quality.verdict}, the bound is {self.quality.shown_bound}"
+            )
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")

@@ -134,7 +134,10 @@ def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
             f"{name} is a class of transformers around attentions of this package, whose beams share no memory there."
         )
     if not found:
-        raise ValueError(f"{name} has no cross-attention that is known here; known are {', '.join(sorted(KNOWN))}.")
+        raise ValueError(
+            f"{name} has no cross-attention that is known here: give the whole encoder-decoder, as "
+            f"`AutoModelForSeq2SeqLM` loads it. Known are {', '.join(sorted(KNOWN))}."
+        )
     _check_implementation(model, IMPLEMENTATIONS)
     for path, module in found.items():
         if not _is_shared(module):

@@ -134,6 +134,14 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
         convert(source, 4, calibration=recordings(tmp_path / "two", 2))
     with pytest.raises(ValueError, match=r"2 audio files at least .* has 0"):
         read_audio_calibration(source)
+    (tmp_path / "no_sound.wav").write_text("words")
+    with pytest.raises(ValueError, match=r"no_sound\.wav is no audio: a wav file begins with RIFF"):
+        load_audio(tmp_path / "no_sound.wav")
+    with pytest.raises(NotADirectoryError, match=r"no_sound\.wav' is a file: give the folder"):
+        read_audio_calibration(tmp_path / "no_sound.wav")
+    (tmp_path / "short.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"short\.wav is no plain PCM \(it ends too soon\)"):
+        load_audio(tmp_path / "short.wav")
     with pytest.raises(NotADirectoryError, match=r"no folder .*of audio"):
         read_audio_calibration(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="`audio` or `texts`, not both"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compared
 from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
-from hf_attn_variants.conversion.quality import BOUNDS, Quality, edit_distance
+from hf_attn_variants.conversion.quality import BOUNDS, ModelNotKeptError, Quality, check_kept, edit_distance
 from hf_attn_variants.hub.card_steps import quality_sentence
 from hf_attn_variants.model_history import read_history
 
@@ -113,6 +114,27 @@ def test_examples_that_are_alike_say_nothing():
     assert found.alike and found.value is None and not found.is_kept
     assert str(found) == "its source gives all examples one embedding, with which nothing can be compared"
     assert str(Quality.of(found.to_dict())) == str(found)
+
+
+def test_text_that_the_source_does_not_know_says_nothing(caplog):
+    """A T5 that is sure of other words than its targets, as of a translation the wrong way round."""
+    model = T5.upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)
+    model, outputs = source_outputs(model, target_texts=text(seed=1))
+    found = outputs.compared_with(model)
+    assert found.value == pytest.approx(0, abs=1e-5) and found.losses[0] > 1.05 * math.log(WORDS)
+    assert found.unknown and not found.is_kept and found.verdict == "NOT KNOWN"
+    check_kept(found, strict=False)
+    assert "nothing says whether the conversion has kept the model: its source has a loss of" in caplog.text
+    with pytest.raises(ModelNotKeptError, match="more than a guess has"):
+        check_kept(found, strict=True)
+    assert Quality.of(found.to_dict()).verdict == "NOT KNOWN"
+
+
+def test_what_few_examples_say_is_a_hint():
+    verdicts = [Quality("tokens", 0.0, 0.1, count).verdict for count in (7, 8)]
+    assert verdicts == ["kept, as far as so few examples can say", "kept"]
 
 
 def test_labels_that_either_gives_count_and_labels_that_neither_gives_do_not():

@@ -35,6 +35,11 @@ IMPOSSIBLE = [
         {"num_key_value_heads": 4, "encoder_num_key_value_heads": 2},
         "`encoder_num_key_value_heads` is not a field of 'bert'",
     ),
+    (
+        {"calibration_file": "x.txt"},
+        r"`calibration_file` is a flag of the command; here give `calibration=`, the path",
+    ),
+    ({"quick": True}, r"`quick` is a flag of the command; here give few texts and no fit: .*fit_steps=0"),
     ({"num_kv_heads": 4}, "`num_kv_heads` is not a field of 'bert' checkpoints: did you mean `num_key_value_heads`?"),
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype` must be one of float64, float32"),
     (

@@ -30,6 +30,8 @@ __all__ = [
 
 # How the names of files end that are taken for audio; all but the first are read by the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
+# What a wav file begins with.
+CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
 def read_audio_calibration(
@@ -51,6 +53,10 @@ def read_audio_calibration(
     if size < MIN_TEXTS:
         raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}; got {size}.")
     root = Path(folder).expanduser()
+    if root.is_file():
+        raise NotADirectoryError(
+            f"{os.fspath(folder)!r:.200} is a file: give the folder of audio that it is in (--calibration_audio_dir)."
+        )
     if not root.is_dir():
         raise NotADirectoryError(f"there is no folder {os.fspath(folder)!r:.200} of audio (--calibration_audio_dir).")
     recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
@@ -78,7 +84,10 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         try:
             return _read_wav(path)
         except (wave.Error, EOFError) as error:
-            reason = f"no plain PCM ({error})"
+            with path.open("rb") as file:
+                if file.read(4) not in CONTAINERS:
+                    raise ValueError(f"{path} is no audio: a wav file begins with RIFF.") from None
+            reason = f"no plain PCM ({str(error) or 'it ends too soon'})"
     else:
         reason = f"a {path.suffix or 'nameless'} file"
     try:

@@ -50,7 +50,7 @@ def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
 
 
 def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
-    name = plan.model_class.__name__
+    name = plan.model_class.__name__.removeprefix("AttnVariant")
     if plan.hears and calibration.audio is None:
         raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
     if not plan.hears and calibration.audio is not None:
