@@ -90,6 +90,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start anew with memory kept, as jemalloc does, where glibc gives large blocks back and gets them anew",
     )
+    _add_serving_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token (default: the stored login)")
+    args = parse_with_checkpoint(parser, argv)
+    _check_serving(parser, args)
+    return args
+
+
+def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     serving = parser.add_argument_group("what to serve the model with")
     serving.add_argument(
         "--serving",
@@ -103,12 +113,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     serving.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
     serving.add_argument("--plot", metavar="PNG", help="draw tokens a second and peak memory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--token", help="Hub token (default: the stored login)")
-    args = parse_with_checkpoint(parser, argv)
-    _check_serving(parser, args)
-    return args
 
 
 def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -251,7 +251,8 @@ def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: At
 # What flags of the command are in Python.
 FLAGS = {
     "calibration_file": "`calibration=`, the path or a list of texts",
-    "calibration_columns": "`calibration=`, a list of texts or of pairs of texts",
+    "calibration_columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
+    "columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
     "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
     "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
     "calibration_size": "`calibration=` as many examples as are meant",
@@ -272,7 +273,9 @@ def _check_fields(
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
             if name in FLAGS:
-                raise ValueError(f"`{name}` is a flag of the command; here give {FLAGS[name]}.")
+                raise ValueError(
+                    f"`{name}` is no argument of `convert`, though the command has such a flag; give {FLAGS[name]}."
+                )
             if field is None and (reason := wrong_name(config_class, name)) is not None:
                 raise ValueError(reason)
             raise ValueError(

@@ -479,3 +479,11 @@ def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
     with pytest.raises(OSError, match=r"cannot load --dataset_name nowhere/none \(RuntimeError: no network\); give"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)
+
+
+def test_a_separator_that_divides_nothing_is_told(load, caplog):
+    table = {name: "text,label\na,x | y\nb,x\nc,y\n" for name in ("train.csv", "dev.csv")}
+    load(table, "--label_separator", "|")
+    assert not caplog.records
+    load(table, "--label_separator", ";")
+    assert "no training row has several labels by --label_separator ';'" in caplog.text

@@ -189,6 +189,11 @@ def _scheme_of_training(
         if settings.labels is not None:
             raise ValueError(f"{rows.where(0)}: labels are numbers on a scale (regression), and --labels are names")
         return LabelScheme(kind, ())
+    separator = settings.label_separator
+    if separator is not None and not any(isinstance(cell, tuple) and len(cell) > 1 for cell in rows.cells):
+        logger.warning(
+            "no training row has several labels by --label_separator %r: is it what divides them?", separator
+        )
     names = tuple(settings.labels or class_names or sorted_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         what = f"every training row has the label {names[0]!r}" if names else "no training row has a label"
