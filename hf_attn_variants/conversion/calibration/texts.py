@@ -85,8 +85,8 @@ def _read_examples(
     target_column: str | None,
 ) -> tuple[list[Any], list[str] | None]:
     """Read texts, or pairs of them, and the targets, if any."""
-    of_texts = "--calibration_columns (in Python `calibration=read_calibration(path, columns=...)`)"
-    of_targets = "--calibration_target_column (`target_column` of `read_calibration`)"
+    of_texts = "`columns` of `read_calibration` (--calibration_columns)"
+    of_targets = "`target_column` of `read_calibration` (--calibration_target_column)"
     text_names = text_columns([path], columns, of_texts)
     if text_names:
         if target_file is not None:
