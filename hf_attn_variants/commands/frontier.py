@@ -187,24 +187,26 @@ def main(args: argparse.Namespace) -> Any:
         raise KeyboardInterrupt(f"{INTERRUPTED}{there}") from None
     chosen = None if args.loss is None else frontier.cheapest(args.loss)
     found = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": _command(chosen, args)}}
+    is_drawn = _draw(frontier, args.loss, output_dir / PNG_FILE)
     saved.finish(found)
-    _draw(frontier, args.loss, output_dir / PNG_FILE)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        _print(frontier, chosen, args, output_dir)
+        picture = f"Picture and numbers: {output_dir / PNG_FILE}, " if is_drawn else "Numbers: "
+        _print(frontier, chosen, args, f"{picture}{output_dir / JSON_FILE}.")
     return frontier
 
 
-def _draw(frontier: Any, loss: float | None, path: Path) -> None:
-    """Write the picture, where matplotlib is there."""
+def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
+    """Write the picture, where matplotlib is there; say whether it is."""
     if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("no %s is drawn: `pip install matplotlib`, and the same command draws it", path.name)
-        return
+        logger.warning("no %s is drawn, for matplotlib is not there: `pip install matplotlib` before", path.name)
+        return False
     from ..inspection.frontier.drawing import draw_frontier
     from ..pictures import write_picture
 
     write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
+    return True
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -239,7 +241,7 @@ def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: An
     return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 
 
-def _print(frontier: Any, chosen: Any, args: argparse.Namespace, output_dir: Path) -> None:
+def _print(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:
     from ..inspection.frontier.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
@@ -252,7 +254,7 @@ def _print(frontier: Any, chosen: Any, args: argparse.Namespace, output_dir: Pat
         f"{'texts' if args.calibration_audio_dir is None else 'recordings'}; above: "
         "the source's subtracted, with its standard error."
     )
-    print(f"Picture and numbers: {output_dir / PNG_FILE}, {output_dir / JSON_FILE}.")
+    print(files)
     if chosen is not None:
         print_text(f"The smallest that loses at most {args.loss:g} more: {chosen.name}.")
         print(f"  {_command(chosen, args)}")

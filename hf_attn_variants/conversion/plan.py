@@ -37,6 +37,20 @@ __all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of a source that no conversion can start from.
 UNCONVERTIBLE = {name: row.unconvertible for row in FIELDS if row.unconvertible for name in row.names}
+# What stands in Python for flags of the command.
+FLAGS = {
+    "calibration_file": "`calibration=`, the path or a list of texts",
+    "calibration_columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
+    "columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
+    "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
+    "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
+    "calibration_size": "`calibration=` as many examples as are meant",
+    "fit_steps": "`calibration=Calibration(texts, fit_steps=...)`",
+    "max_length": "`calibration=Calibration(texts, max_length=...)`",
+    "source_lang": "`calibration=Calibration(texts, source_lang=...)`",
+    "target_lang": "`calibration=Calibration(texts, target_lang=...)`",
+    "quick": "few texts and no fit: `calibration=Calibration(texts[:384], fit_steps=0)`",
+}
 
 
 @dataclass(frozen=True)
@@ -248,22 +262,6 @@ def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: At
             )
 
 
-# What flags of the command are in Python.
-FLAGS = {
-    "calibration_file": "`calibration=`, the path or a list of texts",
-    "calibration_columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
-    "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
-    "calibration_size": "`calibration=` as many examples as are meant",
-    "fit_steps": "`calibration=Calibration(texts, fit_steps=...)`",
-    "max_length": "`calibration=Calibration(texts, max_length=...)`",
-    "source_lang": "`calibration=Calibration(texts, source_lang=...)`",
-    "target_lang": "`calibration=Calibration(texts, target_lang=...)`",
-    "quick": "few texts and no fit: `calibration=Calibration(texts[:384], fit_steps=0)`",
-}
-
-
 def _check_fields(
     config_class: type[AttnVariantConfigMixin], config: Mapping[str, Any], given: Mapping[str, Any], changes: bool
 ) -> None:
@@ -273,9 +271,7 @@ def _check_fields(
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
             if name in FLAGS:
-                raise ValueError(
-                    f"`{name}` is no argument of `convert`, though the command has such a flag; give {FLAGS[name]}."
-                )
+                raise ValueError(f"`{name}` is no argument of `convert`: give {FLAGS[name]}.")
             if field is None and (reason := wrong_name(config_class, name)) is not None:
                 raise ValueError(reason)
             raise ValueError(

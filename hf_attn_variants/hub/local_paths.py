@@ -19,6 +19,7 @@ PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
 )
+# Anybody's home, on any system: what follows is of a user, and is taken out.
 HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
 # User and password of an address, tokens of the Hub, and what addresses that were signed end in.
 SECRETS = (

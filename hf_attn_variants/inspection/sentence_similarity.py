@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scipy.stats import spearmanr
 from torch import nn
 
 __all__ = ["cosine_similarities", "mean_pooled", "sentence_embeddings", "similarity_spearman"]
@@ -89,6 +88,8 @@ def similarity_spearman(
     Raises:
         ValueError: if there are fewer than two pairs, or not one score for each.
     """
+    from scipy.stats import spearmanr  # of the extra `train`
+
     if len(pairs) != len(scores) or len(pairs) < 2:
         raise ValueError(
             f"needs a score for each pair, and at least two: got {len(pairs)} pairs, {len(scores)} scores."

@@ -136,8 +136,7 @@ def _shape_of(states: torch.Tensor, key: torch.Tensor, out_features: int) -> tor
     return states.new_empty(*states.shape[:-1], out_features)
 
 
-# A graph has no place for a packed weight: it holds one operator a map, and the map's number. A `custom_op` would take
-# a third of the time of a small product.
+# A graph has no place for a packed weight: it holds one operator a map, and the map's number.
 _library = torch.library.Library("hf_attn_variants", "FRAGMENT")
 _library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _compute, "CPU")

@@ -17,6 +17,7 @@ from hf_attn_variants.cli import COMMANDS, SERVING, TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
+import os
 import sys
 from hf_attn_variants import cli
 
@@ -27,11 +28,18 @@ commands = {
     "visualize": ["--model_name_or_path", f"{out}/gqa", "--text", "The cats.", "--output_dir", f"{out}/maps"],
     "export": [f"{out}/gqa", "--to", "transformers", "--output_dir", f"{out}/plain"],
     "benchmark": [source, "--num_key_value_heads", "2", "--length", "8", "--rounds", "1", "--threads", "1"],
+    "frontier": [
+        source, "--num_key_value_heads", "2", "--kv_lora_rank", "8", "--calibration_file", f"{out}/text.txt",
+        "--calibration_size", "32", "--held_out_size", "16", "--fit_steps", "0", "--output_dir", f"{out}/frontier",
+    ],
     "push": [f"{out}/gqa", "--repo_id", "me/gqa", "--dry_run"],
     "refresh": [f"{out}/gqa", "--dry_run"],
 }
+with open(f"{out}/text.txt", "w") as file:
+    file.writelines(f"the cats sit on {place} and {place}\\n" for place in range(100))
 for name, argv in commands.items():
     assert cli.main([name, *argv]) == 0, name
+assert os.listdir(f"{out}/frontier") == ["frontier.json"]
 assert not {"datasets", "matplotlib", "scipy", "sklearn", "evaluate"} & set(sys.modules)
 """
 

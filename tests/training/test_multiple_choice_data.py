@@ -233,6 +233,9 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
         load({"test.jsonl": [row, *known]}, "--num_train_epochs", 0)
+    named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
+    found = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
+    assert rows_of(found.splits["test"])["text1"] == ["c", "c"]
 
 
 @pytest.mark.parametrize(

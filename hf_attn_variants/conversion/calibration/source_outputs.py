@@ -34,8 +34,8 @@ MASKED = 0.15  # of the tokens, as in arXiv 1810.04805
 LEAST_CENTRED = 4
 # Of embeddings in float32 that are the same.
 ROUNDING = 1e-5
-# More than this times the loss of a guess is worse than one; a model of random weights has a few hundredths more.
-CLEARLY = 1.05
+# A loss of more than this times that of a guess is worse than one; random weights have a few hundredths more.
+WORSE_THAN_A_GUESS = 1.05
 # Tokens: twice as much as less than this is no text that does not end.
 SHORT = 8
 
@@ -56,7 +56,7 @@ class SourceOutputs:
         self._generation = getattr(model, "generation_config", None)
         self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
         self._answer = answer_of(model)
-        self._guess = math.log(model.config.vocab_size)  # the loss of equal probabilities
+        self._vocabulary = model.config.vocab_size
         self._measure = _measure(model, self._answer, self._writes and calibration.target_texts is None)
         labelled = None
         if self._measure == "loss" and not self._writes:
@@ -96,7 +96,8 @@ class SourceOutputs:
         alike = alike or (self._measure == "scores" and len(self._own["scores"]) == 1)  # which has no variance
         value = None if alike else value
         # A model that knows nothing of a text loses nothing of it.
-        unknown = self._measure == "loss" and (self.loss or 0.0) > CLEARLY * self._guess
+        guess = math.log(self._vocabulary)
+        unknown = self._measure == "loss" and (self.loss or 0.0) > WORSE_THAN_A_GUESS * guess
         return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway, alike, unknown)
 
     @contextmanager

@@ -91,7 +91,7 @@ def unread_answer(record: dict[str, Any], columns: ChoiceColumns) -> str | None:
     """Return a row's column that is called as answers often are, where `columns` has none; else None."""
     if columns.answer is not None:
         return None
-    there = _by_lower_name(record, {*columns.choices})
+    there = _by_lower_name(record, {columns.context or "", columns.question or "", *columns.choices})
     return next((there[name] for name in ANSWERS if name in there), None)
 
 
