@@ -30,8 +30,8 @@ empty cell is none. A test table may have no labels (or all empty, or all -1); i
 Space around a label is no part of it. Classes are sorted, numbers by value; --labels gives another order.
 
 --output_dir gets the model, all_results.json (with the scores of each class), train_log.jsonl, training_curves.png,
-confusion_matrix.png, and predictions_dev.jsonl and predictions_test.jsonl: a row's number, label, prediction and
-probabilities a line. Scores are those of the dev rows; --metric_for_best_model and --early_stopping_patience choose
+confusion_matrix.png, and predictions_dev.jsonl and predictions_test.jsonl: a row's number, label, prediction,
+probabilities and texts a line. Scores are those of the dev rows; --metric_for_best_model and --early_stopping_patience choose
 the weights on them, so that they flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 

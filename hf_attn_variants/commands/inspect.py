@@ -212,4 +212,4 @@ def _bytes(count: int) -> str:
 
 def _saved(saved: int, now: int = 0) -> str:
     share = f" ({abs(saved) / now:.0%})" if now else ""
-    return f"{_bytes(abs(saved))}{share}{' more' if saved < 0 else ''}"
+    return f"{_bytes(abs(saved))}{' more' if saved < 0 else ''}{share}"

@@ -141,3 +141,20 @@ def test_every_mechanism_has_a_name_and_a_paper():
         title, arxiv = each.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert each.field and (each not in classes or each.name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"num_key_value_heads": 2}, "heads=4, key_value_heads=2"),
+        ({"kv_lora_rank": 8, "talking_heads": "both"}, "heads=4, key_value_heads=4, kv_lora_rank=8, talking_heads=both"),
+        ({"attention_kernel": "hedgehog"}, "kernel=hedgehog"),
+        ({"attention_pattern": "local_blocks", "attention_block_size": 4}, "pattern=local_blocks"),
+        ({"score_function": "additive"}, "score=AdditiveScore()"),
+    ],
+)
+def test_a_printed_model_shows_what_its_attention_is(fields, shown):
+    config = hf_attn_variants.AttnVariantBertConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16, **fields
+    )
+    assert shown in str(hf_attn_variants.AttnVariantBertModel(config))

@@ -136,6 +136,8 @@ def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
         again("--resume_from_checkpoint", "latest", "--learning_rate", "2e-3", "--lr_scheduler_type", "cosine")
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         again("--resume_from_checkpoint", str(tmp_path))
+    with pytest.raises(ValueError, match=r"true: there is no such folder; `latest` is the newest checkpoint"):
+        again("--resume_from_checkpoint", "true")
     (out / "checkpoint-12/random_states_0.pkl").unlink()
     with pytest.raises(ValueError, match=r"no random_states_0\.pkl"):
         again("--resume_from_checkpoint", "latest")

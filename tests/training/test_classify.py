@@ -126,7 +126,8 @@ def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp
     assert [row["row"] for row in written] == list(range(1, len(texts) + 1)) and "label" not in written[0]
     with torch.no_grad():
         shares = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts]).softmax(-1)
-    for row, expected in zip(written, shares.tolist(), strict=True):
+    for row, text, expected in zip(written, texts, shares.tolist(), strict=True):
+        assert list(row["text"].values()) == [text]
         assert list(row["probabilities"].values()) == pytest.approx(expected, abs=1e-4)
         assert row["prediction"] == max(row["probabilities"], key=row["probabilities"].get)
     scored = lines_of(out / "predictions_dev.jsonl")

@@ -130,6 +130,7 @@ def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_be
         best = int(np.argmax(shares))
         assert said["probabilities"] == pytest.approx(shares, abs=1e-4) and "answer" not in said
         assert (said["row"], said["prediction"], said["choice"]) == (i, "ABCD"[best], row["choices"][best])
+        assert all(said[name] == row[name] for name in ("context", "question", "choices"))
     scored = lines_of(out / "predictions_dev.jsonl")
     right = np.mean([row["answer"] == row["prediction"] for row in scored])
     assert right == pytest.approx(results["eval_accuracy"]) and (out / "training_curves.png").is_file()

@@ -146,8 +146,10 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         draw_confusion(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _lines(self, rows: EvalSet, found: Predictions) -> str:
-        """Return a file of predictions: of each row its number, the label if known, the prediction, probabilities."""
+        """Return a file of predictions: each row's number, label if known, prediction, probabilities and texts."""
         files, numbers = rows.split.data["file"][:], rows.split.data["index"][:]
+        columns = self.data.text_columns
+        texts = [rows.split.data[f"text{i + 1}"][:] for i in range(len(columns))]
         several = len(set(files)) > 1
         lines = []
         for i, number in enumerate(numbers):
@@ -159,6 +161,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             if self.labels is not None:
                 shares = [float(f"{share:.6g}") for share in found.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
+            record["text"] = {column: values[i] for column, values in zip(columns, texts, strict=True)}
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"
 

@@ -113,6 +113,11 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
             )
         return found[-1]
     path = Path(resume_from)
+    if not path.is_dir():
+        raise ValueError(
+            f"--resume_from_checkpoint {path}: there is no such folder; `latest` is the newest checkpoint in "
+            "--output_dir"
+        )
     if not (path / STATE_FILE).is_file():
         raise ValueError(f"--resume_from_checkpoint {path}: not a complete checkpoint (it has no {STATE_FILE})")
     return path

@@ -78,9 +78,10 @@ class MultipleChoiceFineTuning(ChoiceTask[MultipleChoiceSettings]):
         return "".join(lines)
 
     def _lines(self, questions: EvalSet, log_shares: np.ndarray) -> str:
-        """Return a file of predictions: a question's number, answer if known, prediction and probabilities a line."""
+        """Return a file of predictions: each question's number, answer if known, prediction and probabilities."""
         data, answer_format = questions.split.data, self.data.answer_format
         files, numbers, choices = data["file"][:], data["index"][:], data["choices"][:]
+        firsts, own = data["text1"][:], data["question"][:]
         several = len({*files}) > 1
         lines = []
         for i, (number, texts) in enumerate(zip(numbers, choices, strict=True)):
@@ -92,5 +93,7 @@ class MultipleChoiceFineTuning(ChoiceTask[MultipleChoiceSettings]):
             record["prediction"] = shown_answer(best, texts, answer_format)
             record["choice"] = texts[best]
             record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_shares[i, : len(texts)])]
+            record |= {"text": firsts[i]} if own[i] is None else {"context": firsts[i], "question": own[i]}
+            record["choices"] = texts
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"

@@ -1,0 +1,136 @@
+"""Which layers are worth keeping: does `keep_matching_layers` choose those that save most, on other encoders too?
+
+The finding is MiniLM's: two of its six layers look for a word's other occurrences, and it pays to leave them alone.
+Here the BERT of 12 layers that reads chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder of the T5 are
+converted with no layer kept, with one at a time, with the two that `keep_matching_layers` chooses, and with the two
+whose heads look for other occurrences least. The BERT gets hedgehog features, for one head costs it nothing; the T5's
+encoder one head of eight. Rows that the JSON has are kept.
+
+Example:
+    python -m benchmarks.convert.kept_layers t5-mini
+    python -m benchmarks.convert.kept_layers bert --bert rxnfp-0.1.0-py3-none-any.whl \
+        --reactions drfp-0.3.7/data/schneider50k.tsv --work_dir build/reactions
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer
+
+from benchmarks.convert.conversion_subjects import Translator
+from benchmarks.convert.reactions import masked_accuracy, read_reactions, unpack
+from benchmarks.machine import machine
+from benchmarks.run_records import write_rows
+from hf_attn_variants.conversion import Calibration, convert_checkpoint
+from hf_attn_variants.files import load_json
+
+KEY = ("model", "kept")
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("bert", "t5-mini"))
+    parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
+    parser.add_argument("--reactions", type=Path, help="schneider50k.tsv")
+    parser.add_argument("--work_dir", type=Path, help="where the BERT is unpacked")
+    parser.add_argument("--calibration_size", type=int, default=512)
+    parser.add_argument("--fit_steps", type=int, default=100)
+    parser.add_argument("--test_examples", type=int, default=300)
+    parser.add_argument("--data_dir", type=Path, default=Path(__file__).resolve().parents[3] / "shared/data")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/kept_layers.json")
+    args = parser.parse_args(arguments)
+    if args.model == "bert" and None in (args.bert, args.reactions, args.work_dir):
+        parser.error("the BERT needs --bert, --reactions and --work_dir")
+    return args
+
+
+class ReactionBert:
+    """The BERT of rxnfp: 12 layers, 4 heads; scored by the share of masked tokens that it finds."""
+
+    field, new, old, score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
+
+    def __init__(self, args: argparse.Namespace):
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+        self.source = unpack("bert", args.bert, args.work_dir / "bert")
+        self.layers = load_json(self.source / "config.json")["num_hidden_layers"]
+        reactions = read_reactions(args.reactions)
+        self.calibration = Calibration(
+            reactions["train"][: args.calibration_size],
+            tokenizer=AutoTokenizer.from_pretrained(self.source),
+            fit_steps=args.fit_steps,
+        )
+        self.test = reactions["test"][: args.test_examples]
+
+    def score(self, folder: Path) -> float:
+        """Return the share of masked tokens that a checkpoint finds."""
+        return masked_accuracy(folder, self.test)
+
+
+class TranslatorEncoder:
+    """The encoder of the T5: 4 layers, 8 heads; scored by the loss on the validation set, lower is better."""
+
+    field, new, old, score_name = "encoder_num_key_value_heads", 1, 8, "loss"
+
+    def __init__(self, args: argparse.Namespace):
+        self.subject = Translator(args.data_dir)
+        self.source = self.subject.source
+        self.layers = load_json(self.source / "config.json")["num_layers"]
+        pairs = random.Random(0).sample(list(zip(*self.subject.train, strict=True)), args.calibration_size)
+        self.calibration = Calibration(
+            [source for source, _ in pairs],
+            [target for _, target in pairs],
+            tokenizer=self.subject.tokenizer,
+            fit_steps=args.fit_steps,
+        )
+
+    def score(self, folder: Path) -> float:
+        """Return the loss of a checkpoint, in nats a token."""
+        return self.subject.evaluate(folder)["loss"]
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the file does not have, write it after each row, print all; returns the model's rows."""
+    transformers.logging.set_verbosity_error()
+    found = load_json(args.output)["runs"] if args.output.is_file() else []
+    rows = [row for row in found if row["model"] == args.model]
+    subject = ReactionBert(args) if args.model == "bert" else TranslatorEncoder(args)
+    if not rows:
+        rows.append({"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)})
+    chosen = next((row for row in rows if "shares" in row), None)
+    if chosen is None:  # first, for the others' pair follows from its shares
+        chosen = measure(subject, args, "keep_matching_layers", {subject.field: subject.new, "keep_matching_layers": 2})
+        rows.append(chosen)
+    least = sorted(range(subject.layers), key=lambda layer: chosen["shares"][layer])[:2]
+    kept: dict[str, list[int]] = {"none": [], "the two of the least shares": least}
+    kept |= {f"layer {layer + 1}": [layer] for layer in range(subject.layers)}
+    for name, layers in kept.items():
+        if any(row["kept"] == name for row in rows):
+            continue
+        values = [subject.old if layer in layers else subject.new for layer in range(subject.layers)]
+        fields = {"per_layer_values": {subject.field: values}} if layers else {subject.field: subject.new}
+        rows.append(measure(subject, args, name, fields))
+    return rows
+
+
+def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Convert the source, score it, write and print its row, and return that."""
+    with tempfile.TemporaryDirectory() as folder:
+        converted = Path(folder, "converted")
+        report = convert_checkpoint(subject.source, converted, calibration=subject.calibration, **fields)
+        score = subject.score(converted)
+    row = {"model": args.model, "kept": kept, subject.score_name: score, "seconds": report.seconds}
+    if report.matching_shares is not None:
+        row["shares"] = report.matching_shares
+    settings = {"calibration_size": args.calibration_size, "fit_steps": args.fit_steps}
+    write_rows(args.output, {"machine": machine("cpu"), args.model: settings}, [row], KEY)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main(parse_args())
