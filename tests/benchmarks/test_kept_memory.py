@@ -35,6 +35,7 @@ def run(script, *arguments, **more):
     return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.thorough
 @ON_GLIBC
 def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
     # What the caller's own allocator was told does not reach the process with glibc as it is.

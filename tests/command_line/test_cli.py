@@ -48,6 +48,7 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
     assert "hf_attn_variants 0." in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants"])
 def test_the_module_is_the_command_too(module):
     ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=600)
@@ -259,6 +260,7 @@ print("IMPORTED", sorted(name for name in third_party if not name.startswith("_"
     assert printed.splitlines()[-1] == "IMPORTED ['attn_variants', 'hf_attn_variants']"
 
 
+@pytest.mark.thorough
 def test_a_command_has_the_same_public_names():
     code = """
 import sys
@@ -313,6 +315,7 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
     assert row.split()[-7:] == ["256", "B", "512.0", "KiB", "0", "B", "(0%)"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "where, width", [("a pipe with COLUMNS", 80), ("a pipe with COLUMNS", 120), ("a terminal", 120)]
 )
@@ -430,6 +433,7 @@ def test_an_option_of_several_values_takes_what_follows_it(capsys):
     assert "before options that take several values" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
     """In a process of its own: this one is offline."""
     from hub.local_hub import LocalHub

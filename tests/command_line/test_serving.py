@@ -154,6 +154,7 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
     assert "share_memory" in printed
 
 
+@pytest.mark.thorough
 def test_an_engine_that_fails_alone_is_an_error():
     if not peak_memory.CLEAR.exists():
         pytest.skip("this system says no peak")

@@ -92,11 +92,13 @@ def run(environment, *argv):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.thorough
 def test_all_but_training_works_without_extras(serving, tmp_path):
     done = run(serving, "-c", RUN, make_tiny_bert(tmp_path / "bert"), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.thorough
 def test_other_commands_name_their_extra(serving):
     """One process asks for all: none of them imports what another one could find."""
     commands = sorted(set(COMMANDS) - set(SERVING))

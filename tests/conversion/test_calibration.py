@@ -37,6 +37,7 @@ def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
     assert fitted < closed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [bert, t5])
 def test_identical_heads_are_shared_without_loss(build):
     model = build()
@@ -59,6 +60,7 @@ def test_heads_that_are_alike_share_wherever_they_stand(tmp_path):
     assert all(groups == [[0, 2], [1, 3]] for groups in head_groups(model, tmp_path).values())
 
 
+@pytest.mark.thorough
 def test_heads_with_their_own_position_bias_stay_in_their_places(tmp_path):
     groups = head_groups(t5(), tmp_path)
     assert all(groups[name] == [[0, 1], [2, 3]] for name in groups if "SelfAttention" in name)
@@ -290,6 +292,7 @@ def test_a_text_for_talking_heads_alone_is_refused():
         convert_model(bert(), talking_heads="both", calibration=calibration())
 
 
+@pytest.mark.thorough
 def test_how_a_t5_generates_for_its_users_does_not_matter():
     expected = convert_model(t5(), 1, calibration=calibration(max_length=16))
     model = t5()

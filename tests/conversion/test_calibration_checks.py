@@ -112,6 +112,7 @@ def test_silence_and_recordings_without_words_are_told(caplog):
     assert "hears no words in 3 of the 4" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_folder_of_silence(tmp_path, caplog):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     for number in range(60):

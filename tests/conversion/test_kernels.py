@@ -33,6 +33,7 @@ def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
         assert converted(**inputs())[0].equal(fresh.eval()(**inputs())[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_fit_brings_it_nearer(kernel):
     """Without steps by the output's regression, with them by the maps and projections too."""

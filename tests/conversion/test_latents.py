@@ -127,6 +127,7 @@ def test_a_latent_of_one_attention_is_fitted_with_it():
     assert closed[name].shape == (8, 32) and not torch.equal(closed[name], fitted[name])
 
 
+@pytest.mark.thorough
 def test_more_tokens_than_are_recorded_at_once_change_nothing(monkeypatch):
     from hf_attn_variants.conversion.calibration import recording_groups
 
@@ -182,6 +183,7 @@ def test_rank_relation(before, after, expected):
     assert rank_relation(4, None) == "expand"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, "12KB"), (torch.bfloat16, "1GB")])
 def test_a_folder_gets_what_a_model_in_memory_gets(tmp_path, dtype, shards):
     model = t5().to(dtype)

@@ -144,6 +144,7 @@ def test_a_second_conversion_keeps_what_differs_by_layer():
     assert ranks == [None, 16, None] and both.config.per_layer_values["num_key_value_heads"] == [2, 2, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda each: each.name)
 def test_an_encoder_of_two_stacks(architecture):
     """Its own fields; the decoder is converted in all layers."""
@@ -236,6 +237,15 @@ def test_text_without_a_word_that_comes_twice():
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(4)) for i in range(400)]
     with pytest.raises(ValueError, match="no word occurs twice in a text of the calibration"):
         convert_model(bert(), 2, keep_matching_layers=1, calibration=calibration_of(texts))
+
+
+def test_words_that_come_twice_only_beyond_where_the_calibration_cuts():
+    """As an atom of a reaction comes again in its product, which a cut of 64 tokens leaves out."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    texts = [(letters[i % 26 :] + letters[: i % 26])[:16] * 2 for i in range(64)]
+    cut = Calibration(texts, tokenizer=WordTokenizer(), passages=False, max_length=16)
+    found, _ = shares_of(finder(layer=2), cut)
+    assert max(range(3), key=found.__getitem__) == 2 and found[2] > 5 * found[1]
 
 
 def test_the_command(tmp_path, capsys):

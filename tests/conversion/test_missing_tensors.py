@@ -61,6 +61,7 @@ def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
     assert "draws it at random" not in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
 def test_whole_checkpoints_of_every_head_lack_nothing(host, tmp_path, caplog):
     for head in host.heads:

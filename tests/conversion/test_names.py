@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import hf_attn_variants
 from hf_attn_variants import conversion
 
@@ -21,6 +23,7 @@ def test_every_name_is_there_whatever_was_imported_before():
     assert hf_attn_variants.convert is conversion.convert
 
 
+@pytest.mark.thorough
 def test_who_reads_a_checkpoints_folder_imports_nothing_that_fits():
     done = subprocess.run([sys.executable, "-c", READS_A_FOLDER], capture_output=True, text=True, check=True)
     rooms = {name.split(".")[2] for name in json.loads(done.stdout)}

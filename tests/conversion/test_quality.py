@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
 def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes, measure, same):
     family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
@@ -97,6 +98,7 @@ def test_texts_that_do_not_end_are_told_from_words_that_changed():
     assert Quality.of(before).runaway == 0
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_end_is_counted():
     model, outputs = source_outputs(t5(), max_length=40)
     assert outputs.compared_with(model).runaway == 0
@@ -230,6 +232,7 @@ def test_the_model_is_given_back_as_it_was():
     assert converted.generation_config.num_beams == 3 and converted.training
 
 
+@pytest.mark.thorough
 def test_the_command_is_strict_and_quiet(tmp_path, capsys):
     """Status 1 and no folder, or a warning; the errors of attentions only where they are asked for."""
     lines = tmp_path / "lines.txt"

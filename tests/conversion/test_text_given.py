@@ -235,6 +235,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.thorough
 def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
     texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)

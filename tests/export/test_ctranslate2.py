@@ -56,6 +56,7 @@ def assert_same_tokens(model, folder, tokenizer, batch, **options):
 CASES = [(name, variant) for name in ROWS for variant in (None, "gqa")]
 
 
+@pytest.mark.thorough
 @needs_engine
 @pytest.mark.parametrize("name, variant", CASES, ids=[f"{name}-{variant}" for name, variant in CASES])
 @torch.no_grad()

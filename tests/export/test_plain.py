@@ -47,6 +47,7 @@ def saved(row, head, variant, folder, **fields):
     return getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder).eval()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row, head, variant", HEADS, ids=[f"{head}-{variant}" for _, head, variant in HEADS])
 @torch.no_grad()
 def test_upstreams_class_gives_the_same(row, head, variant, tmp_path):

@@ -54,6 +54,7 @@ class EndedHere(BaseException):
     """What no code of ours catches and goes on after."""
 
 
+@pytest.mark.thorough
 def test_it_may_end_before_any_of_its_steps(archive, tmp_path, monkeypatch):
     """The writing alone, ended before its first, second, ... change of a file until it comes to its end."""
     monkeypatch.setattr(refresh, "_checks", lambda *args: [])

@@ -288,6 +288,7 @@ VALUES = ("text\n## Heading", [[]])
 MORE_VALUES = [pytest.param(value, marks=pytest.mark.slow) for value in (None, 3, {"a": {"b": [None]}})]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [*VALUES, *MORE_VALUES], ids=repr)
 def test_a_field_of_another_type_is_left_out(converted, value, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
@@ -360,6 +361,7 @@ def test_each_of_several_licences_goes_on(converted, tmp_path):
     assert front_matter(card)["license"] == ["mit", "apache-2.0"] and "mit, apache-2.0, as the model" in str(card)
 
 
+@pytest.mark.thorough
 def test_the_history_of_a_hub_id_comes_without_its_weights(tuned, hub, tmp_path):
     """In a process of its own: this one is offline."""
     files = {"README.md": README.encode(), "model_history.json": (tuned / "model_history.json").read_bytes()}

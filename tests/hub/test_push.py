@@ -129,6 +129,7 @@ def test_a_card_written_by_hand_stays_until_it_is_given_up(folder, hub, api):
     assert b"license: mit" in hub.files(REPO)["README.md"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "request_pattern, status, message",
     [

@@ -52,6 +52,7 @@ def environment(hub, home):
     return kept | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
 
+@pytest.mark.thorough
 def test_pushed_by_the_script_and_loaded_elsewhere_at_a_pinned_revision(converted, hub, tmp_path):
     command = [
         sys.executable,

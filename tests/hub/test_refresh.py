@@ -398,6 +398,7 @@ def test_trusted_old_code_is_run_and_compared(old, tmp_path):
     assert "the old code could not run here (ImportError: of another transformers)" in found
 
 
+@pytest.mark.thorough
 def test_old_code_is_not_asked_under_a_transformers_that_it_does_not_know(old, monkeypatch):
     monkeypatch.setattr(refresh_check, "NEWEST_BEFORE", "5.14")
     assert (

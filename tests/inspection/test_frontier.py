@@ -53,6 +53,7 @@ def same_tensors(one, other):
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.thorough
 def test_models_put_together_are_those_converted_at_once(source):
     model, calibration = source
     pieces = ConvertedAttentions(model, calibration)
@@ -294,6 +295,7 @@ def frontier_of(folder, tmp_path, *flags):
         return stopped.code, out
 
 
+@pytest.mark.thorough
 def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
     (tmp_path / "targets.txt").write_text("\n".join(lines_of_words(300, 1)) + "\n")
@@ -383,6 +385,7 @@ def whisper(tmp_path_factory):
     return whisper_checkpoint(root / "whisper", suppress_tokens=[1, 2]), recordings(root / "audio", 40, seconds=0.5)
 
 
+@pytest.mark.thorough
 def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsys, monkeypatch):
     checkpoint, audio = whisper
     out = tmp_path / "frontier"
@@ -416,6 +419,7 @@ def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsy
     assert chosen["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_an_encoder_that_stays_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)

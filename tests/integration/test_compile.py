@@ -22,6 +22,7 @@ def _fresh():
     counters.clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", ["gqa", "mqa", "talking", "latent"])
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 @torch.no_grad()

@@ -49,12 +49,14 @@ def any_size():
     return {"input_ids": sizes, "attention_mask": sizes}
 
 
+@pytest.mark.thorough
 @EVERY_CASE
 @torch.no_grad()
 def test_torch_export_with_any_batch_and_length(architecture, variant):
     check_export(architecture.model(BASES[architecture.name], variant))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [BERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
 def test_torch_export_of_windows(architecture):
@@ -82,6 +84,7 @@ def onnx_session(program):
     return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture, variant, opset", ONNX_CASES, ids=ONNX_IDS)
 @torch.no_grad()
 def test_onnx_with_any_batch_and_length(architecture, variant, opset):
@@ -150,6 +153,7 @@ def step_sizes():
     return {"token": {0: batch}, "source_mask": {0: batch, 1: source}, "own": own, "source": {0: batch, 2: source}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cross_rank, variant", [(40, "mha"), (24, "gqa")])
 @torch.no_grad()
 def test_a_decoding_step_whose_memory_is_a_latent(cross_rank, variant):

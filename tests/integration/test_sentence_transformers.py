@@ -66,11 +66,13 @@ def encoded_elsewhere(folder, tmp_path):
     return torch.tensor(json.loads(result.stdout.splitlines()[-1]))
 
 
+@pytest.mark.thorough
 def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
     pytest.importorskip("sentence_transformers")
     torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 def test_its_trainer_trains_it_and_what_is_saved_has_its_code(minilm_gqa4, expected, tmp_path):
     library, losses = map(pytest.importorskip, ("sentence_transformers", "sentence_transformers.losses"))
     model = library.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")

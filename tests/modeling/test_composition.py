@@ -147,7 +147,7 @@ def test_every_mechanism_has_a_name_and_a_paper():
     ("fields", "shown"),
     [
         ({"num_key_value_heads": 2}, "heads=4, key_value_heads=2"),
-        ({"kv_lora_rank": 8, "talking_heads": "both"}, "heads=4, key_value_heads=4, kv_lora_rank=8, talking_heads=both"),
+        ({"kv_lora_rank": 8, "talking_heads": "both"}, "key_value_heads=4, kv_lora_rank=8, talking_heads=both"),
         ({"attention_kernel": "hedgehog"}, "kernel=hedgehog"),
         ({"attention_pattern": "local_blocks", "attention_block_size": 4}, "pattern=local_blocks"),
         ({"score_function": "additive"}, "score=AdditiveScore()"),

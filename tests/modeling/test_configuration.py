@@ -171,6 +171,7 @@ def test_what_stands_in_a_saved_configuration_loads(architecture, tmp_path):
     assert architecture.config_class.from_upstream(config).num_key_value_heads == 4
 
 
+@pytest.mark.thorough
 @ALL
 def test_names_that_upstream_knows_and_notes_of_ones_own_pass(architecture):
     known = {

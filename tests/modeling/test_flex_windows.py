@@ -79,6 +79,7 @@ def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
                 assert some[i, j] == part.any() and whole[i, j] == part.all()
 
 
+@pytest.mark.thorough
 @pytest.mark.cross_product
 @EVERY_REACH
 @pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
@@ -162,6 +163,7 @@ def test_a_models_windows_go_by_it(on_the_cpu):
         torch.testing.assert_close(found[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 def test_training_after_inference_mode(on_the_cpu):
     call, options = make_call(300, biased=True), {"reach": Reach(20, 20), "scaling": 0.3}
     with torch.inference_mode():
@@ -173,6 +175,7 @@ def test_training_after_inference_mode(on_the_cpu):
     assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.cross_product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])

@@ -213,6 +213,7 @@ def test_a_compiled_step_reads_the_latent_by_triton_kernels_and_says_the_same(mo
     assert len(calls) == 3  # a trial, and two layers
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_triton_through_its_interpreter():
     if importlib.util.find_spec("triton") is None:

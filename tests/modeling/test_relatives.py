@@ -43,6 +43,7 @@ def same_outputs(ours, theirs, batch, atol=ATOL):
         torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0)
 
 
+@pytest.mark.thorough
 @EVERY_HEAD
 def test_heads_are_upstreams(architecture, head, tmp_path):
     """Outputs by both implementations, with padding, and gradients; from a checkpoint of upstream's."""

@@ -218,6 +218,7 @@ def _count_calls(monkeypatch):
     return counts
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_triton_through_its_interpreter():
     if importlib.util.find_spec("triton") is None:

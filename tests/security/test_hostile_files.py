@@ -154,6 +154,7 @@ def plain_config(architecture):
     return config | {"architectures": [BASES[architecture.name]]}
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @tries(400)
 @given(data=st.data())
@@ -184,6 +185,7 @@ def test_hostile_configurations_by_convert(architecture, checkpoints, tmp_path, 
         assert not output.exists() and not list(output.parent.iterdir())
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @tries(80)
 @given(data=st.data())

@@ -264,6 +264,7 @@ def call(*argv, cwd=None, prefix="", **variables):
     return subprocess.run(["sh", "-c", prefix + command], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_stdout_that_takes_nothing(sources, tmp_path, unbuffered):
     argv = ["convert", sources["bert"], "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "o"]
@@ -305,6 +306,7 @@ def test_want_of_memory_is_one_line(error, capsys):
 # What transformers says of calls that are right.
 
 
+@pytest.mark.thorough
 def test_audio_is_transcribed_in_silence(tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
     settings = json.loads((source / "generation_config.json").read_text())

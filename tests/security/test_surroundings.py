@@ -97,6 +97,7 @@ def run_with_a_read_only_home(tmp_path):
     return call
 
 
+@pytest.mark.thorough
 def test_a_conversion_with_a_read_only_home(source, run_with_a_read_only_home):
     out = run_with_a_read_only_home(
         "convert_checkpoint.py", "--model_name_or_path", source, "--num_key_value_heads", 4

@@ -297,6 +297,7 @@ def searched(model, name):
     return made, rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_encoder_decoders_share_as_they_are(name, fields):

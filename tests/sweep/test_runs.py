@@ -79,6 +79,7 @@ def undisturbed(sweep_file, tmp_path_factory):
     return out
 
 
+@pytest.mark.thorough
 def test_a_sweep_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
     contestants, table = what_stays(undisturbed)
     assert [each["name"] for each in contestants] == ["multi-head", "grouped"]
@@ -123,6 +124,7 @@ def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, 
     assert "No run reports eval_pearsn; there are eval_" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)

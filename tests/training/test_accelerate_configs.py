@@ -188,6 +188,7 @@ def one_process(variant, glue, tmp_path_factory):
     return out
 
 
+@pytest.mark.thorough
 def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(variant, glue, one_process, tmp_path):
     launch("cpu.yaml", ROOT / "scripts/run_glue.py", *glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
     assert (tmp_path / "two/checkpoint-4/random_states_1.pkl").is_file()
@@ -205,6 +206,7 @@ def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(varian
         main(parse_args([str(flag) for flag in glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
 
 
+@pytest.mark.thorough
 def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glue, one_process, launch_fsdp, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     launch_fsdp("glue", *glue_flags(variant, glue, whole, 2))

@@ -139,6 +139,7 @@ def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp
     assert not (out / "confusion_matrix_test.png").exists()
 
 
+@pytest.mark.thorough
 def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
     train, dev, test, _ = sorts
     label = "--label_column", "kind of $"

@@ -64,6 +64,7 @@ def call(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 @EVERY_MODEL
 def test_pairs_are_classified(call, folders, glue, name):
     for folder in folders[name]:

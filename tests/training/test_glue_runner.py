@@ -169,6 +169,7 @@ def test_mnli_has_two_dev_sets_and_predicts_ax(run):
         assert len(lines) == 3 and lines[1].split("\t")[1] in ("entailment", "neutral", "contradiction")
 
 
+@pytest.mark.thorough
 def test_class_names_in_another_order_keep_the_checkpoints_numbering(run, tmp_path):
     _, out = run("mnli", "--max_train_steps", 2)
     model = AutoModelForSequenceClassification.from_pretrained(out)

@@ -93,6 +93,7 @@ def test_batches_are_those_of_upstreams_collator(folders, kind):
     assert start.forced_bos_token_id == (None if kind == "mbart" else language)
 
 
+@pytest.mark.thorough
 @EVERY_KIND
 def test_a_training_saves_the_languages(run, folders, kind):
     results, out = run(seq2seq, folders[kind], *flags(kind))

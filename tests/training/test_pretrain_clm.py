@@ -173,6 +173,7 @@ def test_shuffled_words_keep_their_next_tokens(tokenizer):
     assert torch.equal(shuffle_positions(one)["input_ids"], one["input_ids"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
     [

@@ -128,6 +128,7 @@ def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text, capsys, work
     assert [path.name for path in list_checkpoints(text / "out")] == kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["files", "datasets"])
 def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeypatch, source):
     flags = []

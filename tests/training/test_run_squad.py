@@ -40,6 +40,7 @@ def load(folder, name):
     return json.loads((folder / name).read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bert", "albert", "t5"])
 def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
     model = readers[kind]
@@ -101,6 +102,7 @@ def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [

@@ -35,6 +35,7 @@ def run(tokenizer, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", [[], ["--num_key_value_heads", 1]], ids=["plain", "MQA"])
 @pytest.mark.parametrize("model_type", SIZES)
 def test_a_new_model_learns_and_begins_as_its_architecture_does(run, tokenizer, model_type, variant):

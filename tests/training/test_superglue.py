@@ -42,6 +42,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", SUPERGLUE_TASKS)
 def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
@@ -113,6 +114,7 @@ def diagnostic_rows(name, count=12):
             yield texts | {"idx": i, "label": label}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host", ["bert", "t5"])
 def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, caplog, host):
     model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")

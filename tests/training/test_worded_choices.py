@@ -180,6 +180,7 @@ def choose(flags, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
     source = make_writer(kind, TEXT, tmp_path / "source")
@@ -205,6 +206,7 @@ def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_with_the_same_bits(choose):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
     whole, out = choose(*flags, "--checkpointing_steps", 3)
@@ -213,6 +215,7 @@ def test_a_resumed_run_ends_with_the_same_bits(choose):
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_path):
     more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
     expected, out = choose(*more, batch=8)
@@ -225,6 +228,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
+@pytest.mark.thorough
 def test_choices_that_are_the_same_tokens_are_told(choose, tmp_path, caplog):
     poor = make_writer("t5", "What is it A man sees", tmp_path / "poor")
     choose("--max_train_steps", 1, model=poor)
@@ -280,12 +284,14 @@ def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog
     assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
 
 
+@pytest.mark.thorough
 def test_copa_is_learned(run):
     results, out = run("copa", "--num_train_epochs", 30, "--dropout_rate", 0)
     assert results["eval_accuracy"] == 1.0  # an animal each time
     assert [row["label"] for row in lines_of(out / "predictions_COPA.jsonl")] == [1, 0] * 4
 
 
+@pytest.mark.thorough
 def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)

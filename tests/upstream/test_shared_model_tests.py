@@ -33,6 +33,7 @@ from transformers import initialization
 import hf_attn_variants
 
 
+@pytest.mark.thorough
 @EVERY_HEAD
 def test_training_gives_every_parameter_a_gradient(host, head):
     """Upstream's `test_training`, with checkpointed layers too (`test_training_gradient_checkpointing`)."""
@@ -76,6 +77,7 @@ def seeded_draws(monkeypatch):
         monkeypatch.setattr(torch.nn.init, name, seeded(function))
 
 
+@pytest.mark.thorough
 @SOME_HEADS
 def test_every_missing_weight_is_initialised(host, head, seeded_draws):
     """Upstream's `test_can_init_all_missing_weights`: of an empty checkpoint, what a new model is drawn as."""

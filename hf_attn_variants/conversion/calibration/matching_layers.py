@@ -24,7 +24,8 @@ from .batches import Batch, padded, tokens_of
 __all__ = ["check_matching_layers", "fields_keeping", "matching_shares"]
 
 # The text that is looked at, texts and tokens of each, since all layers' attention weights are made for a batch. The
-# two layers of MiniLM stand out on a hundred lines.
+# two layers of MiniLM stand out on a hundred lines. However short a calibration's examples are cut: heads that copy
+# from one part of a text to another (of a reaction, to its product) show only where both parts are read.
 MOST_TEXTS, MOST_TOKENS = 512, 128
 # Fields that change a layer, without their prefix: an encoder's heads, latent and kernel.
 OF_A_LAYER = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
@@ -100,7 +101,7 @@ def matching_shares(
     config, texts = model.config, calibration.texts[:MOST_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     encoder = (model.get_encoder() if _prefix(plan) else model.base_model).eval().to(device)
-    length = min(calibration.length, MOST_TOKENS, longest_input(config) or MOST_TOKENS)
+    length = min(MOST_TOKENS, longest_input(config) or MOST_TOKENS)
     encoded, segments = tokens_of(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)
