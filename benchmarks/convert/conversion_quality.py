@@ -34,6 +34,7 @@ from benchmarks.run_records import check_data_dir
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion.report import package_versions
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """examples:
@@ -85,6 +86,7 @@ class Results:
     def __init__(self, path: Path):
         self.path = path
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": [], "rows": []}
+        self.memory: Any = found.get("memory") or memory_now()
         self.runs: list[dict[str, Any]] = found["runs"]
         self._rows: dict[tuple, Row] = {row_key(row): row for row in found["rows"]}
         self._this_run: int | None = None
@@ -105,7 +107,9 @@ class Results:
             self.runs.append(run_record())
         self._rows[row_key(row)] = row | {"run": self._this_run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.path, json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n")
+        atomic_write(
+            self.path, json.dumps({"memory": self.memory, "runs": self.runs, "rows": self.rows}, indent=1) + "\n"
+        )
 
 
 def row_key(row: Row) -> tuple:

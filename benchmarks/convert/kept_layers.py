@@ -1,12 +1,13 @@
 """Which layers are worth keeping: does `keep_matching_layers` choose those that save most, on other encoders too?
 
-The finding is MiniLM's: two of its six layers look for a word's other occurrences, and it pays to leave them alone.
-Here the BERT of 12 layers that reads chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder of the T5 are
-converted with no layer kept, with one at a time, with the two that `keep_matching_layers` chooses, and with the two
-whose heads look for other occurrences least. The BERT gets hedgehog features, for one head costs it nothing; the T5's
-encoder one head of eight. Rows that the JSON has are kept.
+The finding is MiniLM's: two of its six layers look for a word's other occurrences, and a fine-tuning on pairs needs
+them. Here MiniLM, the BERT of 12 layers that reads chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder
+of the T5 are converted with no layer kept, with one at a time, with the two that `keep_matching_layers` chooses, and
+with the two whose heads look for other occurrences least, and scored as they are. The encoders get hedgehog features,
+for one head costs the BERT nothing; the T5's encoder one head of eight. Rows that the JSON has are kept.
 
 Example:
+    python -m benchmarks.convert.kept_layers minilm
     python -m benchmarks.convert.kept_layers t5-mini
     python -m benchmarks.convert.kept_layers bert --bert rxnfp-0.1.0-py3-none-any.whl \
         --reactions drfp-0.3.7/data/schneider50k.tsv --work_dir build/reactions
@@ -22,7 +23,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer
 
-from benchmarks.convert.conversion_subjects import Translator
+from benchmarks.convert.conversion_subjects import SentenceEncoder, Translator
 from benchmarks.convert.reactions import masked_accuracy, read_reactions, unpack
 from benchmarks.machine import machine
 from benchmarks.run_records import write_rows
@@ -30,11 +31,12 @@ from hf_attn_variants.conversion import Calibration, convert_checkpoint
 from hf_attn_variants.files import load_json
 
 KEY = ("model", "kept")
+SUBJECTS = ("minilm", "bert", "t5-mini")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("bert", "t5-mini"))
+    parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
     parser.add_argument("--reactions", type=Path, help="schneider50k.tsv")
     parser.add_argument("--work_dir", type=Path, help="where the BERT is unpacked")
@@ -71,6 +73,26 @@ class ReactionBert:
         return masked_accuracy(folder, self.test)
 
 
+class Sentences:
+    """MiniLM: 6 layers, 12 heads; scored by the cosine of its embeddings to the source's, of Wikipedia's lines."""
+
+    field, new, old, score_name = "attention_kernel", "hedgehog", None, "cosine"
+
+    def __init__(self, args: argparse.Namespace):
+        self.subject = SentenceEncoder(args.data_dir)
+        self.source = self.subject.source
+        self.layers = load_json(self.source / "config.json")["num_hidden_layers"]
+        self.calibration = Calibration(
+            self.subject.calibration_lines(0)[: args.calibration_size],
+            tokenizer=self.subject.tokenizer,
+            fit_steps=args.fit_steps,
+        )
+
+    def score(self, folder: Path) -> float:
+        """Return the mean cosine of a checkpoint's embeddings to the source's."""
+        return self.subject.evaluate(folder)["cosine"]
+
+
 class TranslatorEncoder:
     """The encoder of the T5: 4 layers, 8 heads; scored by the loss on the validation set, lower is better."""
 
@@ -98,7 +120,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     found = load_json(args.output)["runs"] if args.output.is_file() else []
     rows = [row for row in found if row["model"] == args.model]
-    subject = ReactionBert(args) if args.model == "bert" else TranslatorEncoder(args)
+    subject = {"minilm": Sentences, "bert": ReactionBert, "t5-mini": TranslatorEncoder}[args.model](args)
     if not any(row["kept"] == "all" for row in rows):
         row = {"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)}
         rows.append(row)

@@ -31,8 +31,8 @@ Space around a label is no part of it. Classes are sorted, numbers by value; --l
 
 --output_dir gets the model, all_results.json (with the scores of each class), train_log.jsonl, training_curves.png,
 confusion_matrix.png, and predictions_dev.jsonl and predictions_test.jsonl: a row's number, label, prediction,
-probabilities and texts a line. Scores are those of the dev rows; --metric_for_best_model and --early_stopping_patience choose
-the weights on them, so that they flatter the model a little.
+probabilities and texts a line. Scores are those of the dev rows; --metric_for_best_model and
+--early_stopping_patience choose the weights on them, so that they flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "classification.task:ClassificationFineTuning"

@@ -92,7 +92,7 @@ class AttentionVariantMixin(_Attention):
     def extra_repr(self) -> str:
         """Return what printing a model shows of its attentions: their heads, and the mechanisms that they have."""
         heads, pattern = self.heads, getattr(self.reach, "kind", self.reach)
-        shown = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
+        shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
         shown |= {"pattern": getattr(pattern, "name", pattern), "score": self.score, "compression": self.compression}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
