@@ -92,6 +92,7 @@ def run_wheel(built, tmp_path_factory):
     return run
 
 
+@pytest.mark.thorough
 def test_the_sdist_is_the_repository(built, repository_files):
     """So the tests, the documentation and the benchmarks run from it."""
     made = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
@@ -178,6 +179,7 @@ def test_no_message_names_a_script():
         assert not named, f"{path.name}: {named}"
 
 
+@pytest.mark.thorough
 def test_the_wheel_runs_as_a_module(run_wheel):
     done = run_wheel("--version")
     assert (done.returncode, done.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), done.stderr

@@ -18,6 +18,7 @@ def decode(monkeypatch):
     return importlib.import_module("benchmarks.speed.decode")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])
 def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, flags):
     argv = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "3", "--repeats", "1"]

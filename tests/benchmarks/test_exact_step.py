@@ -3,9 +3,12 @@
 import importlib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_a_step_is_upstreams_and_stands_beside_its_products(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.exact_step")

@@ -23,6 +23,7 @@ def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
         row.config(head=head, **golden_repositories.fields_of(host, mechanism))
 
 
+@pytest.mark.thorough
 def test_archives_are_made(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     maker = importlib.import_module("benchmarks.versions.golden_artefacts")

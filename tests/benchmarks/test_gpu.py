@@ -130,6 +130,7 @@ def run(load, monkeypatch, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 def test_what_becomes_of_one_part_does_not_stop_the_next(run, tmp_path, capfd):
     status, rows = run()
     rows = {row["part"]: row for row in rows}

@@ -18,6 +18,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("benchmarks.convert.kernel_conversion")
 
 
+@pytest.mark.thorough
 def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
     model = bert()
     model.save_pretrained(tmp_path / "source")
@@ -49,6 +50,7 @@ def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
     assert all(rows[20, "both"] < rows[20, branch] for branch in ("the window", "outside of it"))
 
 
+@pytest.mark.thorough
 def test_layers_that_compare_and_a_distillation_are_rows_of_their_own(benchmark, tmp_path, monkeypatch):
     source, lines = make_tiny_bert(tmp_path / "source"), ["the cat saw the cat and a dog"] * 300
 

@@ -64,6 +64,7 @@ def test_pieces_are_averaged_by_their_lengths(benchmark, source):
         torch.testing.assert_close(benchmark.encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
 
 
+@pytest.mark.thorough
 def test_rows_and_what_is_there_is_not_measured_again(benchmark, source, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(source)
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
@@ -118,6 +119,7 @@ def test_articles_are_joined_and_answers_moved(questions, tmp_path):
     assert short[0]["context"] == content["data"][0]["paragraphs"][0]["context"] and len(short[0]["qas"]) == 3
 
 
+@pytest.mark.thorough
 def test_an_article_is_read_in_windows_and_at_once(questions, tmp_path, monkeypatch):
     reader = make_reader("bert", tmp_path / "reader")
     (tmp_path / "squad").mkdir()
@@ -138,6 +140,7 @@ def shorter_questions(parse_args):
     return lambda argv: parse_args([*argv, "--max_query_length", "8"])
 
 
+@pytest.mark.thorough
 def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.long.long_t5")

@@ -48,6 +48,7 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
     step = benchmark.decoding_step(benchmark.T5_TINY, 2)

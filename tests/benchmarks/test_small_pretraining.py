@@ -63,6 +63,7 @@ def test_rare_characters_do_not_fill_the_vocabulary(load, shared_data, tmp_path)
     assert ids.count(tokenizer.unk_token_id) == 1 and ids[-1] == tokenizer.unk_token_id
 
 
+@pytest.mark.thorough
 def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
     load, shared_data, text, ran, monkeypatch, capsys
 ):

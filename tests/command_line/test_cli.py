@@ -214,6 +214,7 @@ def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
         ]
 
 
+@pytest.mark.thorough
 def test_nothing_heavier_than_the_package_is_imported_with_it():
     code = f"""
 import sys
@@ -225,6 +226,7 @@ print("HEAVY", [name for name in {HEAVY!r} if name in set(sys.modules) - upstrea
     assert "HEAVY []" in run_python("-c", code)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "argv",
     [

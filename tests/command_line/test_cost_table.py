@@ -137,6 +137,7 @@ def test_an_encoders_flops_with_latents_are_what_torch_counts(architecture, rank
     assert found == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [(None, 40), (None, 4), (None, 20), (6, None), (40, 4), (6, 20)], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
 def test_a_generated_tokens_flops_with_latents_are_what_torch_counts(ranks, fields):

@@ -42,6 +42,7 @@ def names(table):
     return [row.engine.name for row in table.rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):

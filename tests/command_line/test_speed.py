@@ -93,6 +93,7 @@ def test_only_heads_that_divide_the_value_heads_are_timed():
     assert heads == [12, 2, 1]
 
 
+@pytest.mark.thorough
 def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--json"]) == 0
@@ -132,6 +133,7 @@ def test_the_break_even_is_where_steps_have_lost_what_the_first_token_saved(exac
     assert _break_even(T5.config(), rows[:2]) is None
 
 
+@pytest.mark.thorough
 def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch):
     from transformers import GenerationMixin
 

@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
     return recordings(tmp_path_factory.mktemp("audio") / "recordings", 60, seconds=0.5)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys):
     """The command: fitted heads and a fitted latent are nearer than averages, and the folder is whole."""
     out = tmp_path / "out"
@@ -51,6 +52,7 @@ def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys
     assert len(AutoTokenizer.from_pretrained(out)) == 60
 
 
+@pytest.mark.thorough
 def test_a_decoder_reads_what_the_model_says(source, folder):
     """The prompt of its generation configuration, then its greedy tokens; in memory as from a folder."""
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(source).eval()

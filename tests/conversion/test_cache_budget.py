@@ -73,6 +73,7 @@ def cache_bytes(model):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", [None, "text"])
 @pytest.mark.parametrize("budget", [(48, 64), (128, 4 * 50), (200, 4 * 60), (4096, 40)], ids=str)
 def test_a_converted_models_cache_takes_no_more(budget, text, source):

@@ -25,6 +25,7 @@ from hf_attn_variants.model_history import read_history
 pytestmark = pytest.mark.cross_product
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])
 def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
     model = build()
@@ -207,11 +208,13 @@ def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
     assert all(torch.equal(stored[name], tensor) for name, tensor in averaged.items() if name in stored)
 
 
+@pytest.mark.thorough
 def test_same_seed_same_weights():
     first, second = (convert_model(bert(), 2, calibration=calibration(fit_steps=5), seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+@pytest.mark.thorough
 def test_targets_are_generated_where_none_are_given_and_the_source_is_not_changed():
     model = t5()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -240,6 +243,7 @@ def test_conversions_in_two_threads_do_not_meet():
             assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
     model = bert().to(dtype)
@@ -309,6 +313,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 8), (512, 51)])
 def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
     texts = [word * 99 for word in text(count)]

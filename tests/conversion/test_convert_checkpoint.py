@@ -109,6 +109,7 @@ def test_pooling_a_grouped_checkpoint_further(make_source, tmp_path):
     assert json.loads((tmp_path / "two" / REPORT_NAME).read_text())["heads"]["num_key_value_heads"] == [6, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_every_head_loads_under_its_own_class(architecture, head, tmp_path):
     architecture.upstream_model(head).save_pretrained(tmp_path / "source")

@@ -20,6 +20,7 @@ def run(model, **kwargs):
         return model(**inputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_every_head_in_memory_equals_its_checkpoint(architecture, head, tmp_path):
     model = architecture.upstream_model(head)

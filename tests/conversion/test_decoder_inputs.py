@@ -28,6 +28,7 @@ BART = BartConfig(vocab_size=60, **SIZES, eos_token_id=1, decoder_start_token_id
 T5 = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head", [BartForQuestionAnswering, BartForSequenceClassification])
 def test_a_head_that_reads_its_text_twice_is_calibrated_on_it(head):
     torch.manual_seed(0)

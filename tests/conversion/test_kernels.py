@@ -79,6 +79,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", ["hybrid", "favor"])
 def test_a_folder_holds_what_a_model_has(kernel, folder):
     options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}

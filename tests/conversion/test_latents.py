@@ -51,6 +51,7 @@ def test_a_latent_as_wide_as_the_input_is_the_input(build, fields):
     assert error(converted, model) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "rank", "fields"),
     [
@@ -93,6 +94,7 @@ def test_heads_are_pooled_before_the_latent_is_found():
     assert shapes["decoder.cross_kv_a_proj.weight"] == (12, 32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("build", "rank"), [(bert, "kv_lora_rank"), (t5, "cross_kv_lora_rank"), (t5, "kv_lora_rank")])
 def test_the_fit_is_nearer_than_the_closed_form_and_that_than_the_weights_alone(build, rank):
     model = build()
@@ -155,6 +157,7 @@ class TestLatentsOfASourceWithLatents:
         assert error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
 
     @pytest.mark.parametrize("knows_text", [False, True])
+    @pytest.mark.thorough
     def test_a_smaller_one_of_maps_of_that_rank_loses_nothing(self, knows_text):
         model = of_low_rank(t5(), 8)
         source = convert_model(model, method="mean", **self.fields)

@@ -94,6 +94,7 @@ def calibration_of(texts, tokenizer=None):
     return Calibration(texts, tokenizer=tokenizer or WordTokenizer(), passages=False, fit_steps=0, batch_size=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 2}, {"attention_kernel": "elu"}, {"kv_lora_rank": 8}])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_layer_that_finds_words_stays(layer, fields, tmp_path, capsys):
@@ -122,6 +123,7 @@ def test_several_fields_and_layers_at_once():
     assert [each is None for each in kernels] == [each == 4 for each in heads]
 
 
+@pytest.mark.thorough
 def test_a_second_conversion_keeps_what_differs_by_layer():
     """Lists of fields that are not asked for stay, here and where `per_layer_values` or a cache's size is given."""
     model = convert_model(finder(layer=2), 2, keep_matching_layers=1, calibration=small())
@@ -157,6 +159,7 @@ def test_an_encoder_of_two_stacks(architecture):
     assert made.config.num_key_value_heads == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ENCODERS, ids=lambda each: each.name)
 def test_every_encoder(architecture):
     model = architecture.upstream_model(next(iter(architecture.heads)))

@@ -40,6 +40,7 @@ def run(model):
     return model(**inputs)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MT5_CLASSES)
 def test_each_mt5_class_is_converted_in_memory_and_from_a_folder(name, tmp_path):
     model = mt5(name)
@@ -56,6 +57,7 @@ def test_each_mt5_class_is_converted_in_memory_and_from_a_folder(name, tmp_path)
     torch.testing.assert_close(run(again), run(model), atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 def test_mt5_is_counted_and_timed_beside_upstreams_own_class():
     config = mt5("MT5ForConditionalGeneration").config.to_dict()
     rows = {row.name: row for row in cost_table(config).rows}

@@ -86,6 +86,7 @@ def test_report_and_card_tell_of_them(tmp_path):
     assert "cut at 32 tokens, half of them continued to passages of at most 32." in " ".join(told.split())
 
 
+@pytest.mark.thorough
 def test_text_that_is_much_shorter_than_what_the_model_reads_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         convert_model(bert(), 2, calibration=calibration(passages=None))

@@ -186,6 +186,7 @@ def test_edit_distance(first, second, distance):
     assert edit_distance(first, second) == edit_distance(second, first) == distance
 
 
+@pytest.mark.thorough
 def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
@@ -200,6 +201,7 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     assert f"cosine of {stored['value']:.3f} to the source's" in sentence
 
 
+@pytest.mark.thorough
 def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
     """A latent of two numbers holds nothing of keys and values of thirty-two."""
     bert().save_pretrained(tmp_path / "source")
@@ -224,6 +226,7 @@ def test_strict_needs_something_to_measure_on(tmp_path):
         convert(bert(), 2, method="mean", strict=True)
 
 
+@pytest.mark.thorough
 def test_the_model_is_given_back_as_it_was():
     """Greedy outputs are compared, and how the user's model generates stays."""
     model = t5()
@@ -256,6 +259,7 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
     assert "error of attention outputs" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 60, seconds=0.5)

@@ -88,6 +88,7 @@ def test_a_decoder_alone_is_calibrated_where_it_reads_its_own_text(encoder):
     assert attention.encoder_attn.k_proj.weight.equal(decoder.model.decoder.layers[0].encoder_attn.k_proj.weight)
 
 
+@pytest.mark.thorough
 def test_text_is_taken_as_users_have_it(encoder, tmp_path):
     lines, table = tmp_path / "lines.txt", tmp_path / "pairs.jsonl"
     write_text(lines)

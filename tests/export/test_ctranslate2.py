@@ -114,6 +114,7 @@ def first_logits(folder, tokenizer, lines):
     return torch.stack([torch.from_numpy(numpy.array(each.logits[0][0])).flatten() for each in found])
 
 
+@pytest.mark.thorough
 @needs_engine
 @pytest.mark.parametrize("kind", ["mt5", "t5-v1.1", "t5-epsilon"])
 @torch.no_grad()

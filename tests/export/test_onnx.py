@@ -225,6 +225,7 @@ def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, m
     assert "needs onnxscript and onnxruntime: `pip install onnxscript onnxruntime`" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_graph_that_disagrees_is_an_error(tmp_path):
     """The file holds what another model computes."""
     from hf_attn_variants.export.onnx import _largest_difference, _write

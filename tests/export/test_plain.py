@@ -174,6 +174,7 @@ def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
     assert (tmp_path / "again/README.md").read_text() == "by hand"
 
 
+@pytest.mark.thorough
 def test_a_process_without_this_package_loads_it(tmp_path):
     ours = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
     export_transformers(tmp_path / "ours", tmp_path / "plain")

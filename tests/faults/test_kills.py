@@ -87,6 +87,7 @@ def convert_to(bert, out):
     convert.main(convert.parse_args([str(bert), "--output_dir", str(out), "--num_key_value_heads", "2"]))
 
 
+@pytest.mark.thorough
 @COUNTS
 @pytest.mark.parametrize("exists", [False, True])
 def test_conversion(bert, tmp_path, count, exists):
@@ -127,6 +128,7 @@ def fill(weights, out):
             shutil.copyfile(path, stage / path.name)
 
 
+@pytest.mark.thorough
 def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_path):
     (tmp_path / "whole").mkdir()
     convert_to(bert, tmp_path / "model")
@@ -161,6 +163,7 @@ def push(folder, url):
     push_checkpoint(plan_push(folder, REPO), api=HfApi(endpoint=url, token=TOKEN))
 
 
+@pytest.mark.thorough
 @COUNTS
 def test_push(bert, tmp_path, count, monkeypatch):
     convert_to(bert, tmp_path / "bert-gqa2")

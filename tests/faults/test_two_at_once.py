@@ -32,6 +32,7 @@ def bert(tmp_path):
     return make_tiny_bert(tmp_path / "bert")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exists", [False, True])
 def test_two_conversions_into_one_folder(bert, tmp_path, exists):
     convert_to(bert, tmp_path / "whole")

@@ -99,6 +99,7 @@ def test_there_is_an_artefact_of_each_host_and_command(unpacked):
     assert REFUSED.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_goes_on_to_the_weights_that_it_ended_with(unpacked, tmp_path, name):
     folder, made_on = unpacked("trainings")

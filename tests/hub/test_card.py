@@ -279,6 +279,7 @@ def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
     assert 'SentenceTransformer("me/x", trust_remote_code=True)' in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("architecture", "head"),
     [

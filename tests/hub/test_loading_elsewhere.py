@@ -196,6 +196,7 @@ def test_one_file_alone_opens_others():
     assert found == {"travel.py"}
 
 
+@pytest.mark.thorough
 def test_what_travels_stands_side_by_side(tmp_path):
     """Each file has a name of its own, and imports those beside it alone, as transformers reads it.
 

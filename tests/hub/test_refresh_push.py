@@ -28,6 +28,7 @@ def repository(old_files, hub, api, monkeypatch):
     return hub.repositories["me/t5"]
 
 
+@pytest.mark.thorough
 def test_what_changed_is_one_commit_on_the_one_that_was_read(repository, hub, api, old_files):
     before = hub.files("me/t5")
     result = refresh_repository("me/t5", push_to_hub=True, api=api)

@@ -21,6 +21,7 @@ def arguments(converted, hub, api, tmp_path, monkeypatch):
     return [*argv, "--push_to_hub", "--hub_model_id", "me/stsb", "--hub_private_repo", "--hub_token", TOKEN]
 
 
+@pytest.mark.thorough
 def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as the other scripts leave them
@@ -40,6 +41,7 @@ def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
         assert TOKEN not in text and str(tmp_path) not in text
 
 
+@pytest.mark.thorough
 def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
     hub.fail("POST .*/commit/main", 403)
     with pytest.raises(OSError, match=r"write access.*The trained model is in .*attn-variants push"):

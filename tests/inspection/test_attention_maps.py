@@ -39,6 +39,7 @@ def maps_of(tokenizer, architecture="bert", variant="gqa_talking"):
     return attention_maps(make_model(architecture, variant), tokenizer, TEXT, target)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("architecture", HEADS)
 def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, variant):

@@ -329,6 +329,7 @@ def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys,
     assert measured["kv_cache_bytes_per_token"] == cache
 
 
+@pytest.mark.thorough
 def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
@@ -345,6 +346,7 @@ def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
         assert each["parameters"] == AttnVariantBertModel(config).num_parameters()
 
 
+@pytest.mark.thorough
 def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")

@@ -26,6 +26,7 @@ def test_minilm_on_memory_and_disk(minilm_gqa4, tmp_path):
     torch.testing.assert_close(spread(**inputs).last_hidden_state, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @torch.no_grad()

@@ -69,6 +69,7 @@ def pairs():
             yield pytest.param(fields[0] | fields[1], (*SAMPLES[one][1], *SAMPLES[other][1]), id=f"{one}-{other}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields, classes", list(pairs()))
 def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
     rows = refusals(*classes)

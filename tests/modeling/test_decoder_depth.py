@@ -50,6 +50,7 @@ def source_of(host):
     return {name: value for name, value in row.batch(head_of(row)).items() if name != "decoder_input_ids"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("host", HOSTS)

@@ -98,6 +98,7 @@ def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on
         torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max().item()), rtol=0)
 
 
+@pytest.mark.thorough
 def test_the_last_queries_of_a_longer_memory(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
     found = attention_in_windows(*call, reach=Reach(150, 0), scaling=0.3)
@@ -105,6 +106,7 @@ def test_the_last_queries_of_a_longer_memory(on_the_cpu):
     torch.testing.assert_close(found, talking_heads_attention(*call, reach=Reach(150, 0), scaling=0.3))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++ on a CPU")
 def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
@@ -119,6 +121,7 @@ def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
 def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
     right, calls, said = flex_windows._compiled(), [], []
@@ -200,6 +203,7 @@ def test_training_with_checkpoints(reentrant, last, on_the_cpu):
     torch.testing.assert_close(found, gradients_of(layer))
 
 
+@pytest.mark.thorough
 def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
     attention_in_windows(*make_call(300), reach=Reach(20, 20), scaling=0.3)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -109,6 +109,7 @@ def edited(field, draw):
     return "".join(letters)
 
 
+@pytest.mark.thorough
 @hypothesis.given(strategies.data())
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_a_name_one_or_two_letters_off_is_refused(data):
@@ -177,6 +178,7 @@ STORED = {
 }
 
 
+@pytest.mark.thorough
 @EVERY_ROW
 def test_what_is_stored_and_does_nothing_is_one_warning(row, tmp_path, said):
     head = next(iter(row.heads))

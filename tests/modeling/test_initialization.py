@@ -158,6 +158,7 @@ def test_keys_and_values_of_a_latent_have_upstreams_spread(architecture, make):
         assert latent == pytest.approx(plain, rel=0.35)
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 def test_a_model_with_latents_learns_from_the_start(architecture):
     """As fast as one without."""

@@ -204,6 +204,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
     assert sizes[1] <= 2 * sizes[0] < 256 * 256 * HEADS
 
 
+@pytest.mark.thorough
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_compiled_calls(name, causal):

@@ -98,6 +98,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     assert again.config.architectures == [f"AttnVariant{head}"]
 
 
+@pytest.mark.thorough
 @HEADS_WITH_VARIANTS
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_output_attentions(architecture, head, variant, implementation):
@@ -125,6 +126,7 @@ def test_output_attentions(architecture, head, variant, implementation):
             torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.thorough
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["gqa", "dynamic"])
 def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, variant):
@@ -269,6 +271,7 @@ def test_an_upstream_configuration_is_refused_with_advice(architecture):
         model_class(architecture.upstream_config_class(**architecture.tiny))
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"])
 def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, implementation):

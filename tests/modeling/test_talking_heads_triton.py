@@ -232,6 +232,7 @@ def test_triton_through_its_interpreter():
     assert "passed" in run.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="once is enough")
 def test_loads_where_there_is_no_triton():
     # The package stands in empty: what is asked is whether these files load, and its models take long to.

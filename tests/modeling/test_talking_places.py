@@ -263,6 +263,7 @@ def test_what_a_checkpoint_lacks_elsewhere_is_said(tmp_path):
     assert {name.split(".")[0] for name in info["missing_keys"]} == {"decoder"} and len(info["missing_keys"]) == 2
 
 
+@pytest.mark.thorough
 @EVERY_PAIR
 @EVERY_CASE
 def test_a_configuration_is_saved_and_read_as_it_is(row, case, tmp_path):
@@ -309,6 +310,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_code_of_0_1_0_refuses_what_it_would_build_otherwise(tmp_path):
     """Nor does it read anything else in what it can read."""
     with tarfile.open(ROOT / "benchmarks/versions/repositories/0.1.0.tar.xz") as archive:

@@ -68,6 +68,7 @@ def same(ours, theirs):
         assert ours == theirs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_transcripts_are_upstreams(checkpoint, way):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()

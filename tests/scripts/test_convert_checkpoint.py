@@ -93,6 +93,7 @@ def test_help_ends_with_examples(capsys):
     assert all(flag in examples for flag in ("--num_key_value_heads", "--cross_kv_lora_rank"))
 
 
+@pytest.mark.thorough
 def test_the_script_itself_exits_with_2(tmp_path):
     argv = arguments(tmp_path / "missing", tmp_path / "out", "--num_key_value_heads", "4")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -23,6 +23,7 @@ def test_help_ends_with_an_example(capsys):
     assert "python scripts/run_glue.py ./minilm-gqa4 --task_name stsb" in shown.split("\nexample")[1]
 
 
+@pytest.mark.thorough
 def test_user_error_is_one_line_and_status_2(tmp_path):
     argv = [
         "--model_name_or_path",
@@ -53,6 +54,7 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(tiny_bert, tmp_path):
     assert printed.splitlines()[-1].startswith(f"error: {damaged}: SafetensorError: ")
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path):
     def flags(out, batch_size):
         return [

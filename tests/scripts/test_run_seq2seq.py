@@ -32,6 +32,7 @@ def test_user_error_is_one_line_and_status_2(files, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_two_processes_train_and_decode_like_one(files, tmp_path):
     model, source, target = files
 

@@ -102,6 +102,7 @@ def test_an_adapter_alone_is_named_as_one(name, folder, call):
     assert status == 2 and "holds an adapter alone, and no model" in error and "made for me/base" in error, error
 
 
+@pytest.mark.thorough
 def test_the_command_that_is_named_merges_the_adapter(folder, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     from hf_attn_variants.conversion.checkpoint.source import resolve_source

@@ -64,6 +64,7 @@ def source(request, tmp_path_factory):
     return getattr(transformers, head), folder, json.loads((folder / "config.json").read_text()), host.batch(head)
 
 
+@pytest.mark.thorough
 @COUNTS
 def test_converted_equals_upstream_or_is_refused(source, count, tmp_path):
     upstream, folder, config, batch = source

@@ -174,6 +174,7 @@ def checkpoints(tmp_path_factory):
     return folders
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @tries(80)
 @given(data=st.data())

@@ -110,6 +110,7 @@ def test_an_exception_while_it_is_made_leaves_nothing(monkeypatch):
     assert states_of(model) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "marian", "whisper"])
 def test_copies_and_pickles_share_and_are_undone_alone(name, form):
     batch = source_batch(name)

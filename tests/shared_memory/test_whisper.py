@@ -56,6 +56,7 @@ def same(ours, theirs):
         assert ours == theirs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_transcripts_are_upstreams(checkpoint, way, form):
     expected = transcribed(loaded(checkpoint), **WAYS[way])
@@ -70,6 +71,7 @@ def test_times_of_words_are_upstreams(checkpoint, way, form):
     same(transcribed(share_memory(next(models)), **options), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["greedy", "beams", "samples"])
 def test_a_returned_dictionary_has_the_cache(checkpoint, way, form):
     """Whisper takes it apart by batch row and layer, and puts it together again."""

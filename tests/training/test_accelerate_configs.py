@@ -220,6 +220,7 @@ def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glu
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_fsdp2_trains_a_t5_with_tied_embeddings_and_keeps_its_best_weights(launch_fsdp, tmp_path):
     make_text(tmp_path)
     source, target = tmp_path / "source.txt", tmp_path / "target.txt"

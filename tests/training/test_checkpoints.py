@@ -54,6 +54,7 @@ def records(out):
     return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("in_checkpoint", "steps", "more"),
     [
@@ -143,6 +144,7 @@ def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
         again("--resume_from_checkpoint", "latest")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
@@ -195,6 +197,7 @@ def test_a_checkpoint_from_elsewhere_needs_an_empty_folder(once_trained, tiny_be
     assert records(tmp_path / "other") == records(once_trained)
 
 
+@pytest.mark.thorough
 def test_resume_on_another_number_of_threads_warns(trained, caplog):
     out, again = trained
     state = out / "checkpoint-12/train_state.json"

@@ -156,6 +156,7 @@ def test_labels_take_the_order_of_the_outputs():
 # The picture
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 30, 50])
 def test_a_confusion_matrix_is_drawn_with_any_names(tmp_path, count, caplog, recwarn):
     names = ["$x_{", "two\nlines", "ünï\x07code", "中文", "", "a" * 300, r"\frac", *map(str, range(count))][:count]

@@ -74,6 +74,7 @@ def lines_of(path):
 # GLUE's scores
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("task", "folder", "flags"),
     [
@@ -111,6 +112,7 @@ def test_a_plain_table_gives_the_scores_of_glue_to_the_digit(run, tiny_bert, glu
 # Whole runs
 
 
+@pytest.mark.thorough
 def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp_path):
     train, dev, test, texts = sorts
     convert_checkpoint(learner, tmp_path / "gqa", 2)
@@ -167,6 +169,7 @@ def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_several_labels_a_row_are_learned(run, sorts, learner):
     train, dev, test, texts = sorts
     flags = "--label_column", "tags", "--label_separator", "|"
@@ -185,6 +188,7 @@ def test_several_labels_a_row_are_learned(run, sorts, learner):
         assert said == pytest.approx(row["probabilities"], abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_number_is_learned(run, sorts, learner):
     train, dev, test, _ = sorts
     flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
@@ -198,6 +202,7 @@ def test_a_number_is_learned(run, sorts, learner):
     assert isinstance(lines_of(out / "predictions_test.jsonl")[0]["prediction"], float)
 
 
+@pytest.mark.thorough
 def test_weights_move_the_model_towards_the_rare_class(run, tmp_path):
     rows = [("a man sees the cat", "common")] * 40 + [("a man sees the cat", "rare")] * 8
     table = write_csv(tmp_path / "t.csv", ("text", "label"), rows)
@@ -230,6 +235,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
             run(train, dev, *flags, *changed, *checkpoint, out="third")
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_does_not_call_its_weights_new(run, sorts, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     train, dev, _, _ = sorts
@@ -245,6 +251,7 @@ def test_a_run_that_goes_on_does_not_call_its_weights_new(run, sorts, caplog, mo
         assert ("newly initialized" in caplog.text) == (out == "out")
 
 
+@pytest.mark.thorough
 def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
     train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 1)
@@ -299,6 +306,7 @@ def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
         run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
 
 
+@pytest.mark.thorough
 def test_labels_that_are_not_read_are_told(run, sorts, caplog):
     train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)

@@ -78,6 +78,7 @@ def test_pairs_are_classified(call, folders, glue, name):
         assert model(**inputs).last_hidden_state.shape[-1] == 32
 
 
+@pytest.mark.thorough
 @EVERY_MODEL
 @pytest.mark.parametrize("objective", ["mlm", "distill"])
 def test_a_conversion_is_uptrained(call, folders, tmp_path, name, objective):

@@ -56,6 +56,7 @@ def run(tiny_bert, glue, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 def test_regression_task_trains_and_leaves_all_outputs(run):
     results, out = run("stsb", "--num_train_epochs", 4, "--with_tracking", "--learning_rate", "1e-2")
     assert results["steps"] == 32 and results["epoch"] == 4.0
@@ -132,6 +133,7 @@ def test_saved_model_gives_the_written_dev_predictions(run, glue):
     assert "eval_matthews_correlation" in results
 
 
+@pytest.mark.thorough
 def test_written_predictions_are_in_the_rows_order(run, tiny_bert, glue, tmp_path):
     lines = (glue / "STS-B/dev.tsv").read_text().splitlines()
     header, rows = lines[0].split("\t"), [line.split("\t") for line in lines[1:]]
@@ -205,6 +207,7 @@ def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run,
         run("mnli", *flags)
 
 
+@pytest.mark.thorough
 def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
     # The clock ends the run in its first step, long before the first evaluation of a whole epoch.
     first, out = run("cola", "--max_train_minutes", 1e-9, "--num_train_epochs", 2)
@@ -221,6 +224,7 @@ def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
         run("stsb", *flags, "--max_train_steps", 1, output_dir=tmp_path / "other")
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_what_chooses_its_best_weights(run, glue, tmp_path):
     folder = shutil.copytree(glue / "STS-B", tmp_path / "stsb")
     flags = ["--metric_for_best_model", "loss", "--checkpointing_steps", 2, "--max_train_steps", 4]
@@ -233,6 +237,7 @@ def test_a_resumed_run_keeps_what_chooses_its_best_weights(run, glue, tmp_path):
         run("stsb", *flags, "--eval_steps", 2, "--resume_from_checkpoint", "latest")
 
 
+@pytest.mark.thorough
 def test_early_stopping_ends_with_the_best_weights(run):
     # A zero learning rate never gets better: the first evaluation stays the best.
     results, out = run(
@@ -353,6 +358,7 @@ def test_output_folder_must_be_free_and_writable(run, tmp_path):
         run("cola", output_dir=tmp_path / "used/notes.txt/out")
 
 
+@pytest.mark.thorough
 def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
     def interrupted(loop, group):
         if loop.state.step == 3:
@@ -379,6 +385,7 @@ def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
     assert run(*flags, "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run, monkeypatch):
     def step(loop, group):

@@ -136,6 +136,7 @@ def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
         run(uptrain, t5, "--objective", "seq2seq", "--forced_bos_token", "ro_RO")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["mbart", "m2m_100"])
 def test_uptraining_keeps_them(run, folders, tmp_path, kind):
     convert(folders[kind], 2, method="mean", output_dir=tmp_path / "gqa")

@@ -138,6 +138,7 @@ def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_be
     assert results["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
     first, out = run("--max_train_steps", 3, test=files["dev"])
     assert first["test_accuracy"] == first["eval_accuracy"] and first["test_loss"] == pytest.approx(first["eval_loss"])
@@ -177,6 +178,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run):
         run(*flags, *checkpoint, "--question_blank", "What", out="third")
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one_with_the_batch_doubled(run, flags, tmp_path):
     more = ["--num_train_epochs", 2, "--dropout_rate", 0, "--logging_steps", 1, "--per_device_eval_batch_size", 3]
     expected, out = run(*more, batch=8)

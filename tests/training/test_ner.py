@@ -46,6 +46,7 @@ def run(tiny_bert, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 def test_a_variant_learns_to_tag_and_predicts_each_word(run, tiny_bert, tmp_path):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
     results, out = run("--num_train_epochs", 8, model=tmp_path / "gqa")
@@ -60,6 +61,7 @@ def test_a_variant_learns_to_tag_and_predicts_each_word(run, tiny_bert, tmp_path
     assert again["eval_f1"] == results["eval_f1"] and again["eval_loss"] == pytest.approx(results["eval_loss"])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     flags = ["--max_train_steps", 5, "--metric_for_best_model", "f1", "--eval_steps", 2]
     whole, out = run(*flags, "--checkpointing_steps", 3)

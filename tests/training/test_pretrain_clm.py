@@ -240,6 +240,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
         run(*flags, *checkpoint, objective="mlm", output_dir=tmp_path / "masked")
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one(run, tmp_path):
     flags = [*scratch(), "--dropout_rate", 0, "--max_train_steps", 3]
     expected = run(*flags, output_dir=tmp_path / "one")

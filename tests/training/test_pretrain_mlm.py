@@ -222,6 +222,7 @@ def test_words_of_byte_level_pieces():
     assert words == ["Redistribution", "Ġ(of", "Ġlicenses", ")", ",", "Ġ2004", "."]
 
 
+@pytest.mark.thorough
 def test_words_of_sentencepiece(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
@@ -357,6 +358,7 @@ def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
     assert context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
 
 
+@pytest.mark.thorough
 def test_a_new_bert_reads_windows(run, tokenizer):
     flags = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
     results, out = run(*scratch("bert", *flags), *STEPS)
@@ -382,6 +384,7 @@ def test_fields_of_variants_may_be_overrides(tokenizer):
     assert config.model_type == "attn_variant_t5" and config.encoder_attention_block_size == 4
 
 
+@pytest.mark.thorough
 def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
     results, out = run(*scratch("albert", "--num_key_value_heads", 2, "--talking_heads", "logits"), *STEPS)
     assert results["steps"] == 6 and results["train_samples"] == 24 and results["train_tokens"] == 24 * 24
@@ -403,6 +406,7 @@ def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-6) and again["steps"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "task", "loaded"),
     [("bert", "nsp", AttnVariantBertForPreTraining), ("albert", "sop", AttnVariantAlbertForPreTraining)],
@@ -517,6 +521,7 @@ def test_an_interrupted_run_resumes_bit_equal(run, tmp_path, monkeypatch, more):
         run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
 
 
+@pytest.mark.thorough
 def test_a_model_that_reads_its_context_passes_the_gate_and_an_untrained_one_is_warned_of(tokenizer, tmp_path, caplog):
     # A block of 11 begins with either letter, so that each follows from its neighbours alone. Upstream's
     # initialisation is made for 768 hidden units; with 16 it would leave attention too little to learn from.
@@ -559,6 +564,7 @@ def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_pa
     assert sorted(path.name for path in out.iterdir()) == before
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_chooses_its_weights_by_the_same_text(text, tokenizer, tmp_path):
     (tmp_path / "dev.txt").write_text(LICENCE.read_text())
     flags = [
@@ -634,6 +640,7 @@ def test_bad_arguments_fail_before_anything_is_written(run, tmp_path, more, mess
     assert not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [

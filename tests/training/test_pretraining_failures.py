@@ -78,6 +78,7 @@ def second_shard(text):
     return text / f"train-{order[1]}.txt.gz"
 
 
+@pytest.mark.thorough
 def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be(run, text, monkeypatch):
     broken, opened = second_shard(text), TextFile._open
 
@@ -111,6 +112,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
     assert_goes_on_to_the_same_end(run, text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text, capsys, workers):
     broken = second_shard(text)
@@ -204,6 +206,7 @@ def test_a_wrong_column_names_the_dataset_and_the_row(run, text):
     assert not list((text / "out").glob("*"))
 
 
+@pytest.mark.thorough
 def test_a_row_without_text_stops_training_and_keeps_the_checkpoints(run, text):
     rows = [*LICENCE.read_text().split("\n\n"), None]
     write_rows(text / "data/train.jsonl", rows)

@@ -46,6 +46,7 @@ def predictions(folder, split="dev"):
     return [json.loads(line) for line in (folder / f"predictions_{split}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_training_lowers_the_loss_and_leaves_all_outputs(run, t5):
     convert_checkpoint(t5, t5.parent / "gqa2", 2)
     results = run("--max_train_steps", 30, "--label_smoothing_factor", 0.1, model=t5.parent / "gqa2")
@@ -66,6 +67,7 @@ def test_t5_has_no_positions_to_run_out_of_and_prints_no_bars_where_none_are_wan
     assert "it/s" not in (said := capfd.readouterr().err) and "%|" not in said
 
 
+@pytest.mark.thorough
 def test_predictions_are_the_models_in_the_rows_order(run, t5, source):
     results = run("--num_train_epochs", 0, "--num_beams", 1, 3, "--metrics", "bleu", "accuracy")
     rows = predictions(run.out)
@@ -125,6 +127,7 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         load_seq2seq_data(args)
 
 
+@pytest.mark.thorough
 def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path, caplog):
     pairs = zip(source.read_text().splitlines(), source.with_name("target.txt").read_text().splitlines(), strict=True)
     table = tmp_path / "t.csv"
@@ -184,6 +187,7 @@ def test_targets_of_some_test_rows_are_not_dropped(tmp_path, kind):
         load_seq2seq_data(args)
 
 
+@pytest.mark.thorough
 def test_a_test_split_without_targets_is_predicted(run, source):
     unscored = source.with_name("test.txt")
     unscored.write_text("\n" + source.read_text())

@@ -57,6 +57,7 @@ def test_the_answer_is_marked_in_the_windows_that_hold_all_of_it(questions, wind
                 assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < behind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answer", ["caf" + chr(0xE9), "cafe" + chr(0x301), "cafe" + chr(0xAD), chr(0x200B) + "cafe"])
 def test_an_answer_may_begin_or_end_in_what_no_token_holds(answer, shared_data):
     for name in ("bert-base-uncased", "albert", "t5"):

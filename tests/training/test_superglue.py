@@ -65,6 +65,7 @@ def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task
     assert not (tmp_path / f"again/predictions_{spec.folder}.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     flags = "--num_train_epochs", 20, "--dropout_rate", 0
@@ -93,6 +94,7 @@ def test_first_questions_are_whole_ones(run):
     assert len(lines_of(out / "predictions_dev_MultiRC.jsonl")) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["record", "copa"])
 def test_a_resumed_run_ends_with_the_same_bits(run, task):
     flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]

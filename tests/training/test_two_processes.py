@@ -46,6 +46,7 @@ def records(out):
     return [(line["step"], line["loss"], line["lr"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SIZES)
 def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, name):
     script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[name]}")
@@ -64,6 +65,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, na
     assert_close(found, kept, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_path):
     more = ["--max_train_steps", 12, "--checkpointing_steps", 2, "--dropout_rate", 0.1]
     whole, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"

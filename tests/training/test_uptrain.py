@@ -174,6 +174,7 @@ def test_only_what_is_trainable_moves(run, grouped_bert, trainable):
     assert (run.out / "modeling_attn_variant_bert.py").is_file()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("objective", "trainable"), [("distill", "all"), ("mlm", "attention"), ("distill", "lora")])
 def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, objective, trainable):
     if trainable == "lora":
@@ -506,6 +507,7 @@ def test_help_ends_with_examples(capsys):
     )
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, bert, tmp_path):
     more = ["--gradient_accumulation_steps", 2, "--per_device_eval_batch_size", 2]
     # 3 steps of 16 rows: the last batch of an epoch would repeat rows to give each process as many.

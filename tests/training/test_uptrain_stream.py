@@ -101,6 +101,7 @@ def test_the_batches_are_those_of_the_pretraining(run, text, t5, tmp_path, monke
     assert results["sequences_per_step"] == 10 and results["train_samples"] == 40
 
 
+@pytest.mark.thorough
 def test_the_loss_falls_and_is_that_of_the_pretraining(run, text, t5, tmp_path):
     results = run(*BATCH, "--max_train_steps", 60, "--learning_rate", 2e-2)
     assert results["eval_loss"] == results["eval_cross_entropy"] < 0.8 * results["initial_eval_loss"]
@@ -146,6 +147,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
             run(*flags, *more, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "again")
 
 
+@pytest.mark.thorough
 def test_two_processes_train_like_one(run, tmp_path):
     more = ["--max_train_steps", 3, "--total_train_batch_size", 16]
     expected = run(*more, "--per_device_train_batch_size", 8, output_dir=tmp_path / "one")

@@ -35,6 +35,7 @@ def shapes(value):
     return [shapes(each) for each in value] if isinstance(value, tuple) else type(value).__name__
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @EVERY_WRITER
 def test_all_that_generate_returns_has_upstreams_shapes(host, head, search):
@@ -73,6 +74,7 @@ def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant)
     assert cache_of(second).get_seq_length() == ids.shape[1] + 5
 
 
+@pytest.mark.thorough
 @EVERY_VARIANT
 @WITH_DECODERS
 def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):

@@ -15,6 +15,7 @@ def base_class(host):
     return getattr(hf_attn_variants, f"AttnVariant{next(iter(host.heads))}")
 
 
+@pytest.mark.thorough
 @HEADED
 def test_a_base_models_weights_fill_a_head(host, head, tmp_path):
     """`test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model of a head's."""
@@ -83,6 +84,7 @@ def test_it_loads_where_a_device_is_set(host, tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
+@pytest.mark.thorough
 @EVERY_HOST
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_what_stays_in_float32_is_what_stays_in_upstreams(host, dtype, tmp_path):
@@ -124,6 +126,7 @@ def test_an_attention_that_is_not_there_changes_nothing(host):
         assert_same(before, tensors(model(**host.batch(head))), atol=0, rtol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host", [row for row in HOSTS if row.name not in ("t5", "umt5")], ids=lambda row: row.name)
 def test_untied_words_are_saved_and_loaded(host, tmp_path):
     """`test_load_save_without_tied_weights`; transformers ties T5's always."""

@@ -91,6 +91,7 @@ def test_every_missing_weight_is_initialised(host, head, seeded_draws):
     assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())
 
 
+@pytest.mark.thorough
 @SOME_HEADS
 def test_saved_and_loaded_it_is_the_same_model(host, head, tmp_path):
     """`test_save_load`, `_keys_to_ignore_on_save`, `test_tied_weights_keys`, in several files."""
