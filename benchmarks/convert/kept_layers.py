@@ -31,7 +31,6 @@ from hf_attn_variants.conversion import Calibration, convert_checkpoint
 from hf_attn_variants.files import load_json
 
 KEY = ("model", "kept")
-SUBJECTS = ("minilm", "bert", "t5-mini")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -115,12 +114,15 @@ class TranslatorEncoder:
         return self.subject.evaluate(folder)["loss"]
 
 
+SUBJECTS: dict[str, Any] = {"minilm": Sentences, "bert": ReactionBert, "t5-mini": TranslatorEncoder}
+
+
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what the file does not have, write it after each row, print all; returns the model's rows."""
     transformers.logging.set_verbosity_error()
     found = load_json(args.output)["runs"] if args.output.is_file() else []
     rows = [row for row in found if row["model"] == args.model]
-    subject = {"minilm": Sentences, "bert": ReactionBert, "t5-mini": TranslatorEncoder}[args.model](args)
+    subject = SUBJECTS[args.model](args)
     if not any(row["kept"] == "all" for row in rows):
         row = {"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)}
         rows.append(row)

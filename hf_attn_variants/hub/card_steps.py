@@ -123,9 +123,9 @@ def quality_sentence(steps: Sequence[Step]) -> str:
     if found is None:
         return ""
     least = "from" if found.measure == "embeddings" else "up to"
-    failed = ", so this one was not"
-    if found.is_kept or found.says_nothing:
-        failed = ", of which these say nothing" if found.says_nothing else ""
+    failed = "" if found.is_kept else ", so this one was not"
+    if found.says_nothing:
+        failed = ", of which these say nothing"
     return (
         f"On {found.examples:,} held-out examples of its calibration {found}. "
         f"`convert` counts a model as kept {least} {found.shown_bound}{failed}."
