@@ -68,11 +68,12 @@ object of names and flags; along its first axis of numbers the plot is a curve. 
 does not multiply. `convert`, of all runs or of one variant, has the flags of `attn-variants convert`, whose checkpoint
 is then trained; null: not converted; a grid's axis of its flags is called convert.FLAG.
 
-Every command is checked by its own parser before any runs. A run has a folder, runs/VARIANT/seed-N, with what its
-commands printed in output.log. Ctrl-C and SIGTERM end the running training with a checkpoint. The same command goes on
-where an earlier call ended, however it ended: a finished run is never run again, an interrupted one goes on from its
-last checkpoint (the flag checkpointing_steps saves some), and variants and seeds may be added. A run that fails is
-told at the end (status 1), and the others run. Paths in a file are relative to the working directory."""
+Before any runs, every command is checked by its own parser, and each model from scratch is made without its weights. A
+run has a folder, runs/VARIANT/seed-N, with what its commands printed in output.log. Ctrl-C and SIGTERM end the running
+training with a checkpoint. The same command goes on where an earlier call ended, however it ended: a finished run is
+never run again, an interrupted one goes on from its last checkpoint (the flag checkpointing_steps saves some), and
+variants and seeds may be added. A run that fails is told at the end (status 1), and the others run. Paths in a file
+are relative to the working directory."""
 
 
 class SweepFailed(ValueError):
@@ -129,6 +130,12 @@ def main(args: argparse.Namespace) -> Any:
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from None
     check_launcher(sweep.launch)
+    try:
+        _check_new_models(args.file, sweep.command, runs)
+    except OSError as error:
+        if not args.dry_run:
+            raise
+        print(f"# models are not checked: {error}")  # the tokenizer may be where the runs will be
     if args.dry_run:
         _print_commands(runs, Path(args.output_dir or "OUTPUT_DIR"))
         return None
@@ -142,6 +149,31 @@ def _flags(command: str) -> Any:
     module = importlib.import_module(f".{TRAININGS.get(command, command)}", __package__)
     own = OWN_OF_TRAININGS if command in TRAININGS else OWN
     return CommandFlags(command, module.make_parser(), module.parse_args, own, HF_NAMES)
+
+
+def _check_new_models(file: str, command: str, runs: Sequence[Any]) -> None:
+    """Make the models from scratch, without their weights: the turn of one that cannot be made may come after hours.
+
+    Raises:
+        OSError: if a tokenizer is not there.
+        ValueError: if there is no such model; both messages name the variant.
+    """
+    from ..training.engine.settings import NewModelSettings
+
+    parse = importlib.import_module(f".{TRAININGS[command]}", __package__).parse_args
+    for run in runs:
+        if run.seed != runs[0].seed or run.convert is not None:
+            continue
+        settings = parse(run.training(Path("RUN"))[1:])
+        if not isinstance(settings, NewModelSettings) or settings.model_name_or_path is not None:
+            continue
+        from ..training.engine.new_model import check_new_model
+
+        try:
+            check_new_model(settings)
+        except (ValueError, OSError) as error:
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"{file}: {f'{run.contestant!r}: ' if run.contestant else ''}{error}") from error
 
 
 def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants import cli
 from hf_attn_variants.commands import sweep as command
@@ -40,6 +41,8 @@ def dry_run(tmp_path, capsys):
         call.last = printed.out.splitlines()[-1]
         found, of = [], None
         for line in printed.out.splitlines()[:-1]:
+            if line.startswith("# models are not checked: "):  # their tokenizer is nowhere
+                continue
             if line.startswith("# "):
                 of = line[2:]
             else:
@@ -237,6 +240,25 @@ def test_the_command_line(capsys):
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     args = command.parse_args(["--output_dir", "out", "a.yaml", "--set", "A=x=1", "B=2"])
     assert args.set == {"A": "x=1", "B": "2"} and args.file == "a.yaml"
+
+
+def test_a_model_that_cannot_be_made_is_told_before_anything_runs(dry_run, tmp_path, capsys):
+    flags = FLAGS | {"tokenizer_name": str(make_tiny_bert(tmp_path / "bert"))}
+    flags["config_overrides"] = flags["config_overrides"] | {"num_attention_heads": 4}
+    assert len(dry_run(BASE | {"flags": flags})) == 4
+    content = BASE | {"flags": flags, "variants": VARIANTS | {"of three": {"num_key_value_heads": 3}}}
+    message = "'of three': `num_key_value_heads` must divide `num_attention_heads`: got 3 for 4 heads"
+    assert message in dry_run(content)
+    (tmp_path / "a.txt").write_text("some text\n")
+    out = tmp_path / "out"
+    content["flags"] = flags | {"train_file": [str(tmp_path / "a.txt")]}
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+    # Without its tokenizer no model is checked, and none is trained.
+    (tmp_path / "c.json").write_text(json.dumps(BASE))
+    assert cli.main(["sweep", str(tmp_path / "c.json"), "--output_dir", str(out)]) == 2
+    assert "'multi-head': " in capsys.readouterr().err and not out.exists()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...command_line import nearest_name
 from ...modeling.fields.given_fields import wrong_name
@@ -15,7 +15,14 @@ from .settings import ModelSettings, NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
 from .variant_settings import given_variant
 
-__all__ = ["check_end_token", "load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
+__all__ = [
+    "check_end_token",
+    "check_new_model",
+    "load_or_make_config",
+    "load_or_make_model",
+    "load_seq2seq_config",
+    "new_config",
+]
 
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -127,6 +134,18 @@ def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_c
                 reason = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
                 reason += "" if near is None else f"; did you mean {near}?"
             raise ValueError(f"--config_overrides: {reason}")
+
+
+def check_new_model(settings: NewModelSettings) -> None:
+    """Make the model from scratch that settings describe, without its weights.
+
+    Raises:
+        OSError: if the tokenizer is not there.
+        ValueError: if the tokenizer cannot be used, or there is no such model.
+    """
+    config = new_config(settings, load_tokenizer(settings, None))
+    with torch.device("meta"):
+        AutoModel.from_config(config)
 
 
 def load_or_make_model(
