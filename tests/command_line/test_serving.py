@@ -80,6 +80,7 @@ def test_engines_of_the_same_weights_write_the_same():
     torch_run(model, inputs, load)(2)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):

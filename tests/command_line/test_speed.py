@@ -18,6 +18,7 @@ BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGe
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 def test_upstream_is_the_baseline_and_every_variant_is_timed(architecture, tmp_path, capsys):
     architecture.upstream_model(BASES[architecture.name]).save_pretrained(tmp_path)

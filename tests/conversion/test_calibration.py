@@ -50,6 +50,7 @@ def test_identical_heads_are_shared_without_loss(build):
     assert error(convert_model(model, 2, calibration=calibration(fit_steps=5)), model) < 1e-4
 
 
+@pytest.mark.thorough
 def test_heads_that_are_alike_share_wherever_they_stand(tmp_path):
     model = bert()
     with torch.no_grad():
@@ -136,6 +137,7 @@ class Watched(Calibrated):
         return super().convert_module(tensors, heads, layer, inputs, calibration)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fit_steps", [0, 20])
 def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_path, fit_steps):
     bert().save_pretrained(tmp_path / "source")
@@ -232,6 +234,7 @@ def test_nothing_of_the_source_outlives_a_conversion():
     assert weight() is None and converted.config.num_key_value_heads == 2
 
 
+@pytest.mark.thorough
 def test_conversions_in_two_threads_do_not_meet():
     def work(model):
         return convert_model(model, 1, calibration=calibration())
@@ -275,6 +278,7 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
+@pytest.mark.thorough
 def test_a_method_that_is_used_again_looks_at_the_new_model():
     method, other = Calibrated(), bert()
     torch.nn.init.normal_(other.encoder.layer[0].attention.self.key.weight, std=0.3)

@@ -45,6 +45,7 @@ def test_a_head_that_reads_its_text_twice_is_calibrated_on_it(head):
         convert(model, 2, calibration=calibration(target_texts=text.texts))
 
 
+@pytest.mark.thorough
 def test_models_without_a_head_need_targets():
     for model in (BartModel(BART), T5Model(T5)):
         with pytest.raises(ValueError, match=r"Model has no head to write targets of its own: give .*target_texts"):

@@ -271,6 +271,7 @@ def test_what_generation_forbids_is_never_written(tmp_path):
     assert not free & {token for row in found for token in row}
 
 
+@pytest.mark.thorough
 @needs_engine
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path):

@@ -87,6 +87,7 @@ def test_the_three_graphs_compute_what_the_model_does(name, variant):
     assert made["present.0.decoder.key"].shape[2] == 5 and not any("encoder" in key for key in made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, variant, layers",
     [
@@ -156,6 +157,7 @@ ENCODER_CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "head, variant, opset, names",
     [

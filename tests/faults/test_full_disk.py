@@ -114,6 +114,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
     print(json.dumps({"tries": len(tries), "failed": len(failed)}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "most"),
     [*((each, 8) for each in QUICK), *(pytest.param(each, None, marks=pytest.mark.slow) for each in COMMANDS)],

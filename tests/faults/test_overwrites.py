@@ -196,6 +196,7 @@ def copy_at_each_change(command, sources, folder):
     print(json.dumps(seen))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in TRAININGS if each not in QUICK)]
 )
@@ -212,6 +213,7 @@ def run_here(command, sources, out):
     assert cli.main(argv_of(command, sources, out)) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_real_kills(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
@@ -252,6 +254,7 @@ def fill_at_each_write(command, sources, folder, most):
     print(json.dumps(seen))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "most"), [("glue", 6), *(pytest.param(each, None, marks=pytest.mark.slow) for each in TRAININGS)]
 )

@@ -78,6 +78,7 @@ def test_a_repository_gives_what_it_gave(unpacked, name):
     check_outputs(unpacked("models")[0] / "repositories" / name, f"repositories/{name}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS["converted"])
 def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacked, name):
     folder = unpacked("models")[0] / "converted" / name

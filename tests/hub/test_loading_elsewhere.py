@@ -124,6 +124,7 @@ def save_one(architecture, variant, saved, folder):
     return folder / "repo", folder / "tensors.safetensors", folder / "resaved"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHER_KINDS, marks=pytest.mark.slow)], ids=["some", "others"])
 def test_every_auto_class_loads_elsewhere(tmp_path, kinds):
     rows = [row for row in ARCHITECTURES for _ in kinds]

@@ -430,6 +430,7 @@ def load_elsewhere(folder, home):
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "names", [SAMPLE, pytest.param(repository_names(), marks=pytest.mark.slow)], ids=["sample", "all"]
 )

@@ -35,6 +35,7 @@ def test_encoders_are_one_graph(architecture, variant):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variant", ["gqa", "latent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "talking"))]
 )
@@ -67,6 +68,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 # By default one of each kind of memory: keys and values, the encoder's outputs, latents.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
     [

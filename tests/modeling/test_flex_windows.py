@@ -150,6 +150,7 @@ def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
     assert not on_the_cpu and not flex_windows._flex_agreed
 
 
+@pytest.mark.thorough
 def test_a_models_windows_go_by_it(on_the_cpu):
     torch.manual_seed(0)
     config = AttnVariantBertConfig(

@@ -66,6 +66,7 @@ def source(padding="right"):
     return inputs | {"attention_mask": MASKS[padding]()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("ranks", RANKS)
 @IMPLEMENTATIONS

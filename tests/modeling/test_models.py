@@ -331,6 +331,7 @@ def test_shapes_on_the_meta_device(architecture, variant):
     assert found.is_meta and found.shape == expected
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize(
     "variant", ["gqa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "latent"))]

@@ -332,6 +332,7 @@ def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
 
 
 # By default a pattern of blocks, whose masks are cut anew, and one that makes other keys.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

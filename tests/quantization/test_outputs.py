@@ -224,6 +224,7 @@ def test_a_map_that_is_gone_takes_no_memory():
     assert len(packed_linear._linears) <= known
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper"])
 def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):

@@ -29,6 +29,7 @@ def test_the_embedded_pairs_are_whole(quickstart):
 
 
 # By default the quickstart's own job alone: each takes a dozen seconds.
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["similarity", *(pytest.param(t, marks=pytest.mark.slow) for t in ("stsb", "cola"))])
 def test_every_kind_of_task_runs_to_its_end(quickstart, tmp_path, capsys, task):
     model = make_tiny_bert(tmp_path / "tiny", positions=256)

@@ -221,6 +221,7 @@ def test_half_precision(dtype, form):
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_compiled(name, form):
     """By a whole model, and by the steps of a search with a static cache."""

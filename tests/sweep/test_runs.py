@@ -105,6 +105,7 @@ def test_a_sweep_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
     assert "$ " in (grouped / "output.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
@@ -178,6 +179,7 @@ def wait_for(condition, process, seconds=240):
         time.sleep(0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_at_random_it_ends_with_the_same_table(undisturbed, sweep_file, tmp_path, count):
     """One sweep, killed again and again, each time after so many seconds of its own work; by default of one seed."""

@@ -45,6 +45,7 @@ def test_accumulated_batches_step_like_one_big_batch(tmp_path):
     assert split.state.examples == whole.state.examples == 10 and split.state.epoch == 1
 
 
+@pytest.mark.thorough
 def test_two_processes_step_like_one_with_the_batch_doubled(tmp_path):
     # By plain SGD without clipping: AdamW, or a clipped gradient, would not show that it is twice or half of what it
     # should be, nor what each process's mean weighs.

@@ -484,6 +484,7 @@ def records(out):
     return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
     [

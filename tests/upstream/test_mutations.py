@@ -39,6 +39,7 @@ def test_a_mutant_that_changes_nothing_is_equal(rows):
     assert not [mutations.line_of(row) for row in unchanged if row["outcome"] != "equal"]
 
 
+@pytest.mark.thorough
 def test_a_sample_is_equal_or_refused_by_name(sampled):
     assert not bad(sampled), "\n".join(bad(sampled))
 
