@@ -11,6 +11,7 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
+from ..training.engine.options import parse_json
 
 __all__ = ["main", "parse_args"]
 
@@ -35,10 +36,10 @@ models are in memory at once. Nothing is timed unless our multi-head model with 
 the same (of an encoder-decoder: decodes the same eight tokens), and each model decodes through its cache what it
 decodes without.
 
---serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is,
-with `share_memory`, in int8 (`quantize`), with fewer key/value heads, and CTranslate2 where that is installed and has
-a form for it, the encoder included; all are in memory at once. It measures the peak memory of each in a process of its
-own, and ends with one sentence: what to take."""
+--serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is, with
+`share_memory`, in int8 (`quantize`), with fewer key/value heads or other --variants, and CTranslate2 where that is
+installed and has a form for it, the encoder included; all are in memory at once. It measures the peak memory of each
+in a process of its own, and ends with one sentence: what to take."""
 
 PEAK = (
     "peak MiB: of a process with this engine alone, its libraries included, from when the model is loaded; in int8 "
@@ -104,7 +105,17 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--serving",
         action="store_true",
-        help="time transformers, share_memory, int8, CTranslate2 and --num_key_value_heads (default: a quarter)",
+        help="time transformers, share_memory, int8, CTranslate2 and --num_key_value_heads (default: a quarter, with "
+        "--variants none)",
+    )
+    serving.add_argument(
+        "--variants",
+        nargs="+",
+        type=_fields,
+        default=[],
+        metavar="JSON",
+        help="conversions to time, too: configuration fields of each, as "
+        """'{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",
     )
     serving.add_argument(
         "--compile",
@@ -115,6 +126,14 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument("--plot", metavar="PNG", help="draw tokens a second and peak memory")
 
 
+def _fields(text: str) -> dict[str, Any]:
+    """Return the fields of a conversion, as JSON has them."""
+    fields = parse_json(text)
+    if not isinstance(fields, dict) or not fields:
+        raise argparse.ArgumentTypeError(f"""an object is needed, as '{{"kv_lora_rank": 32}}'; got {text}""")
+    return fields
+
+
 def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with a line where a flag is of the other question."""
     others = ["attention_window", "attention_kernel", "max_position_embeddings", "no_talking_heads", "no_latents"]
@@ -123,7 +142,7 @@ def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--{others[0]} is not timed with --serving: leave one of the two out")
     if args.serving and (args.dtype != "float32" or args.device not in (None, "cpu")):
         parser.error("--serving compares engines of a CPU in float32 and int8: leave --dtype and --device out")
-    for name in ("no_peak_memory", "plot", "compile"):
+    for name in ("no_peak_memory", "plot", "compile", "variants"):
         if getattr(args, name) and not args.serving:
             parser.error(f"--{name} is for --serving: add that, or leave it out")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
@@ -202,6 +221,7 @@ def _serving(args: argparse.Namespace, config: Any) -> Any:
             rounds=args.rounds,
             peak_memory=not args.no_peak_memory,
             compiles=args.compile,
+            variants=args.variants,
         )
     if args.plot is not None:
         from ..pictures import write_picture

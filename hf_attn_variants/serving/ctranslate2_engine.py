@@ -33,14 +33,14 @@ class Exported:
     prompt: list[int]
 
 
-def why_not(config: Mapping[str, Any]) -> str | None:
-    """Return why CTranslate2 cannot serve a checkpoint, in a sentence; None where it can."""
+def why_not(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
+    """Return why CTranslate2 cannot serve a checkpoint with some fields changed, in a sentence; None where it can."""
     from ..export.ctranslate2_fields import check_has_form
     from ..inspection.costs import variant_config
     from .engines import model_class_of
 
     try:
-        check_has_form(model_class_of(config), variant_config(config))
+        check_has_form(model_class_of(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:

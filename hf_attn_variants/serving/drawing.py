@@ -44,4 +44,4 @@ def draw_serving(table: ServingTable) -> Figure:
 def _kind(row: ServingRow) -> str:
     if row.engine.ctranslate2:
         return "CTranslate2"
-    return "transformers" if row.engine.num_key_value_heads is None else "a converted checkpoint"
+    return "transformers" if row.engine.fields is None else "a converted checkpoint"

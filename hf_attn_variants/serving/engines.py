@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..generation_calls import limits_of_the_call
-from ..inspection.costs import kv_heads_field, variant_config, variant_name
+from ..inspection.costs import kv_heads_field, values_by_layer, variant_config, variant_name
 from ..inspection.speed import HEARING, ready_to_time, timed_auto_class, upstream_model
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
@@ -26,7 +26,7 @@ class Engine:
 
     Args:
         name: what a table calls it.
-        num_key_value_heads: of the converted model; None: the checkpoint as it is.
+        fields: what the converted model's configuration has otherwise; None: the checkpoint as it is.
         shared: whether `share_memory` was called.
         int8: whether its linear maps are int8.
         ctranslate2: whether CTranslate2 runs it; else torch.
@@ -34,7 +34,7 @@ class Engine:
     """
 
     name: str
-    num_key_value_heads: int | None = None
+    fields: Mapping[str, Any] | None = None
     shared: bool = False
     int8: bool = False
     ctranslate2: bool = False
@@ -59,15 +59,21 @@ class Load:
 
 
 def engines_of(
-    config: Mapping[str, Any], kv_heads: Sequence[int], has_ctranslate2: bool, compiles: bool = False
+    config: Mapping[str, Any],
+    conversions: Sequence[Mapping[str, Any]],
+    has_ctranslate2: Callable[[Mapping[str, Any]], bool],
+    compiles: bool = False,
 ) -> list[Engine]:
     """Return the engines of a checkpoint, the baseline first.
 
     Args:
         config: its config.json.
-        kv_heads: numbers of key/value heads to which it could be converted.
-        has_ctranslate2: whether CTranslate2 is here and has a form for it.
+        conversions: the fields of each model that it could be converted to.
+        has_ctranslate2: says whether CTranslate2 is here and has a form for the checkpoint with some fields changed.
         compiles: whether torch's engines of the checkpoint as it is are there compiled, too.
+
+    Raises:
+        ValueError: if a field is unknown, a value breaks a rule, or two engines have one name.
     """
     current = variant_config(config)
     is_upstreams = config["model_type"] != type(current).model_type
@@ -81,19 +87,24 @@ def engines_of(
         found.append(Engine("share_memory, int8", shared=True, int8=True))
     if compiles:
         found += [replace(engine, name=f"{engine.name}, compiled", compiled=True) for engine in found]
-    if has_ctranslate2:
+    if has_ctranslate2({}):
         found += _ctranslate2_engines("" if is_upstreams else f"{own}, ", None)
-    for heads in kv_heads:
-        name = variant_name(_with_heads(config, heads), _heads_field(config))
-        found += [Engine(name, heads), Engine(f"{name}, int8", heads, int8=True)]
-        if has_ctranslate2:
-            found += _ctranslate2_engines(f"{name}, ", heads)
+    for fields in conversions:
+        converted = variant_config(config, **fields)
+        name = variant_name(converted, _heads_field(config))
+        found += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
+        # An export multiplies latents in: without them the model is timed already.
+        if has_ctranslate2(fields) and not _has_latent(converted):
+            found += _ctranslate2_engines(f"{name}, ", fields)
+    names = [engine.name for engine in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two of the models to time are {twice}: leave one out")
     return found
 
 
-def _ctranslate2_engines(prefix: str, heads: int | None) -> list[Engine]:
+def _ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:
     name = f"{prefix}{CTRANSLATE2}"
-    return [Engine(name, heads, ctranslate2=True), Engine(f"{name}, int8", heads, int8=True, ctranslate2=True)]
+    return [Engine(name, fields, ctranslate2=True), Engine(f"{name}, int8", fields, int8=True, ctranslate2=True)]
 
 
 def auto_class(config: Mapping[str, Any]) -> str:
@@ -115,20 +126,28 @@ def _heads_field(config: Mapping[str, Any]) -> str:
     return kv_heads_field(model_class_of(config), variant_config(config))
 
 
-def _with_heads(config: Mapping[str, Any], heads: int | None) -> Any:
-    return variant_config(config, **({} if heads is None else {_heads_field(config): heads}))
+def _has_latent(config: Any) -> bool:
+    return any(rank is not None for name in config.rank_fields() for rank in values_by_layer(config, name))
+
+
+def _without_latents(config: Any) -> Any:
+    """Return a variant configuration whose keys and values are made from no latent."""
+    ranks = config.rank_fields()
+    by_layer = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
+    return type(config)(**{**config.to_dict(), **dict.fromkeys(ranks), "per_layer_values": by_layer or None})
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     """Return the model of an engine in float32, of random weights, the same for each that has the same maps.
 
-    An engine of CTranslate2 gets this package's class, from which it is exported.
+    An engine of CTranslate2 gets this package's class without latents, from which it is exported.
     """
     torch.manual_seed(0)
-    if engine.num_key_value_heads is None and not engine.ctranslate2:
+    if engine.fields is None and not engine.ctranslate2:
         model = _own_model(config)
     else:
-        model = model_class_of(config)(_with_heads(config, engine.num_key_value_heads))
+        current = variant_config(config, **(engine.fields or {}))
+        model = model_class_of(config)(_without_latents(current) if engine.ctranslate2 else current)
     model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model

@@ -97,6 +97,7 @@ def measure_serving(
     rounds: int = 5,
     peak_memory: bool = True,
     compiles: bool = False,
+    variants: Sequence[Mapping[str, Any]] = (),
 ) -> ServingTable:
     """Time what a model could be served with on this CPU: random weights, for speed does not depend on them.
 
@@ -107,7 +108,7 @@ def measure_serving(
         config: the checkpoint's config.json; of it, no weight is read.
         checkpoint: its name, for the table.
         kv_heads: numbers of key/value heads to which it could be converted, in an encoder-decoder the decoder's; None:
-            a quarter of its heads, of a checkpoint of this package none.
+            a quarter of its heads, of a checkpoint of this package and with `variants` none.
         batch_size: texts, or windows of audio, at once.
         length: tokens of each; None = 128, of a Whisper its window.
         max_new_tokens: encoder-decoders: tokens to generate for each.
@@ -116,9 +117,10 @@ def measure_serving(
         peak_memory: whether each engine also serves one batch in a process of its own, whose peak memory is read.
         compiles: whether torch's engines of the checkpoint as it is are timed compiled, too, which takes a C++
             compiler and a minute for each.
+        variants: further models to which it could be converted: the fields of each one's configuration.
 
     Raises:
-        ValueError: for a configuration that makes no model here, or a number that does not fit it.
+        ValueError: for a configuration that makes no model here, or a number or a field that does not fit it.
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
@@ -130,7 +132,8 @@ def measure_serving(
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
     missing, threads, inputs = why_not(config), torch.get_num_threads(), random_inputs(config, load)
     left_out = {} if missing is None else {CTRANSLATE2: missing}
-    engines = engines_of(config, _kv_heads(config, kv_heads), missing is None, compiles)
+    conversions = [*_fewer_heads(config, () if variants and kv_heads is None else kv_heads), *variants]
+    engines = engines_of(config, conversions, lambda fields: why_not(config, fields) is None, compiles)
     with tempfile.TemporaryDirectory() as stage:
         runs, exported = _built(config, engines, load, inputs, Path(stage), left_out)
         engines = [engine for engine in engines if engine.name in runs]
@@ -183,13 +186,15 @@ def _row(
     return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak, summary(usages))
 
 
-def _kv_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> Sequence[int]:
+def _fewer_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Return the fields of conversions to numbers of key/value heads; None: to a quarter, where there is one."""
     current = variant_config(config)
-    if given is not None or config["model_type"] == type(current).model_type:
-        return given or ()
     field = kv_heads_field(model_class_of(config), current)
-    heads, counts = current.query_heads(field), kv_head_counts(current, field)
-    return [count for count in counts if count < heads and 4 * count <= heads][:1]
+    if given is None:
+        heads, counts = current.query_heads(field), kv_head_counts(current, field)
+        is_upstreams = config["model_type"] != type(current).model_type
+        given = [count for count in counts if is_upstreams and count < heads and 4 * count <= heads][:1]
+    return [{field: count} for count in given]
 
 
 def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[Usage]], dict[str, list[float]]]:
@@ -221,7 +226,7 @@ def advice(table: ServingTable) -> str:
     generated = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens"
     beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
     where = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
-    as_it_is = [row for row in table.rows if row.engine.num_key_value_heads is None]
+    as_it_is = [row for row in table.rows if row.engine.fields is None]
     best = _preferred(as_it_is)
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_memory(best)})"]
     if others := [row for row in _alike(as_it_is) if row is not best]:

@@ -21,6 +21,7 @@ HEADS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "whisper
 GENERATE = (T5, MARIAN, WHISPER)
 HAS_CTRANSLATE2 = importlib.util.find_spec("ctranslate2") is not None
 needs_ctranslate2 = pytest.mark.skipif(not HAS_CTRANSLATE2, reason="CTranslate2 is not installed")
+NO = lambda fields: False  # noqa: E731 (says that CTranslate2 is not here)
 SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False}
 
 
@@ -71,7 +72,7 @@ def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
 def test_engines_of_the_same_weights_write_the_same():
     config, load = config_of(T5), Load(2, 8, 5, 3)
     written = {}
-    for engine in engines_of(config, [], False):
+    for engine in engines_of(config, [], NO):
         model, inputs = build_model(config, engine), random_inputs(config, load)
         assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
@@ -87,7 +88,7 @@ def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
     # As it is captured: no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
-    found = engines_of(config, [], False, compiles=True)
+    found = engines_of(config, [], NO, compiles=True)
     assert [each.name for each in found if each.compiled] == [
         "transformers, compiled",
         "share_memory, compiled",
@@ -125,7 +126,7 @@ def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
     from hf_attn_variants.serving.ctranslate2_engine import write_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
-    [engine] = [each for each in engines_of(config, [], True) if each.ctranslate2 and not each.int8]
+    [engine] = [each for each in engines_of(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
     model, inputs = build_model(config, engine), random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
     exported = write_folder(config, model, inputs, tmp_path, False)
@@ -133,6 +134,20 @@ def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
     translator = ctranslate2.Translator(str(tmp_path))
     results = translator.translate_batch(rows, beam_size=1, min_decoding_length=5, max_decoding_length=5)
     assert [each.hypotheses[0] for each in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
+
+
+@needs_ctranslate2
+@pytest.mark.usefixtures("small_maps")
+@pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
+def test_a_checkpoint_with_latents_is_exported_without_them(architecture):
+    config = architecture.config(cross_kv_lora_rank=4, per_layer_values={"kv_lora_rank": [None, 2]})
+    head = f"AttnVariant{HEADS[architecture.name]}"
+    table = measure_serving(
+        config.to_dict() | {"architectures": [head]}, length=None if architecture is WHISPER else 8, **SMALL
+    )
+    own = names(table)[0]
+    assert own.startswith("MHA + ") and own.count("latent") == 2
+    assert names(table) == [own, *(f"{own}, {what}" for what in ("int8", "CTranslate2", "CTranslate2, int8"))]
 
 
 @pytest.mark.slow
@@ -181,6 +196,46 @@ def test_an_encoder_reads_and_a_variant_is_served_as_it_is(tmp_path, capsys):
     table = json.loads(capsys.readouterr().out)
     own = table["rows"][0]["engine"]["name"]
     assert own.startswith("GQA") and [row["engine"]["name"] for row in table["rows"]] == [own, f"{own}, int8"]
+
+
+@pytest.mark.usefixtures("small_maps")
+def test_other_conversions_are_timed_too(tmp_path, capsys):
+    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    flags = ["benchmark", str(tmp_path), "--serving", "--batch_size", "1", "--length", "8", "--rounds", "1"]
+    flags += ["--max_new_tokens", "2", "--no_peak_memory", "--json", "--variants"]
+    latents = {"cross_kv_lora_rank": 8, "kv_lora_rank": 4}
+    assert cli.main([*flags, json.dumps(latents), '{"cross_kv_lora_rank": 4}']) == 0
+    rows = {row["engine"]["name"]: row["engine"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    of = {name: engine["fields"] for name, engine in rows.items() if "latent" in name}
+    both = "MHA + cross latent 8 + latent 4"
+    one = "MHA + cross latent 4"
+    assert {name.split(",")[0] for name, engine in rows.items() if engine["fields"]} == {both, one}  # no quarter
+    expected = {both: latents, f"{both}, int8": latents}
+    expected |= {one: {"cross_kv_lora_rank": 4}, f"{one}, int8": {"cross_kv_lora_rank": 4}}
+    assert of == expected  # CTranslate2 has no row: a latent is multiplied in
+    for wrong, message in (
+        (['{"kv_lora": 3}'], "kv_lora"),
+        (['{"num_key_value_heads": 5}'], "must divide"),
+        (['{"kv_lora_rank": 4}'] * 2, "two of the models to time are MHA + latent 4: leave one out"),
+    ):
+        assert cli.main([*flags, *wrong]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--serving", "--variants", "3"], "an object is needed"),
+        (["--serving", "--variants", "{}"], "an object is needed"),
+        (["--serving", "--variants", "{"], "not JSON"),
+        (["--variants", '{"kv_lora_rank": 4}'], "--variants is for --serving"),
+    ],
+)
+def test_what_is_no_conversion_is_refused(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["benchmark", "a", *flags])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small_maps")
