@@ -7,6 +7,7 @@ __all__ = [
     "EAGER",
     "NEWEST_RUN",
     "OLDEST_RUN",
+    "RECORDING",
     "SCORES_BY_PLACE",
     "SDPA",
     "SIZES_VALUES",
@@ -34,3 +35,5 @@ SIZES_VALUES = SCORES_BY_PLACE = 4
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")
 EAGER = f"attn_variants_eager_{_VERSION}"
 SDPA = f"attn_variants_sdpa_{_VERSION}"
+# Of a conversion that looks what attentions are called with: it answers as they do.
+RECORDING = f"attn_variants_recording_{_VERSION}"

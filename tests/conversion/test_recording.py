@@ -1,13 +1,24 @@
-"""`attend` by fused kernels against the plain formula: values and gradients, for every mask that is recorded."""
+"""What is recorded of attentions, patterns among them; and `attend` on it against the plain formula."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from architectures import ALBERT, BERT, T5
+from relatives import RELATIVES
 from torch import nn
 
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
+from hf_attn_variants.conversion.calibration.recording import (
+    AttentionInputs,
+    attend,
+    attention_weights,
+    recorded_inputs,
+)
+from hf_attn_variants.conversion.checkpoint.in_memory import ModelReader
+from hf_attn_variants.conversion.methods import resolve_method
+from hf_attn_variants.conversion.plan import make_plan
 from hf_attn_variants.conversion.projections import AttentionTensors
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 
@@ -65,3 +76,67 @@ def test_fused_attention_is_the_plain_formula(mask, with_bias, memory_length, kv
         output[inputs.valid].square().mean().backward()
         results.append([output[inputs.valid].detach(), *(parts[name].grad for name in names)])
     torch.testing.assert_close(*results)
+
+
+OF_PATTERNS = {
+    "sliding_window": {"attention_window": 4},
+    "random_blocks": {"attention_block_size": 2, "num_random_blocks": 1},
+    "strided": {"attention_block_size": 3, "split_attention_heads": True},
+    "fixed": {"attention_block_size": 3, "num_summary_tokens": 1, "split_attention_heads": True},
+    "local_blocks": {"attention_block_size": 3},
+    "dilated_blocks": {"attention_block_size": 2, "attention_dilation": 2},
+}
+BART = next(each for each in RELATIVES if each.name == "bart")
+PATTERNED = [
+    (BERT, "BertModel", ""),
+    (ALBERT, "AlbertModel", ""),
+    (T5, "T5Model", ""),
+    (T5, "T5Model", "encoder_"),
+    (BART, "BartModel", "encoder_"),
+]
+
+
+def contexts_of(model, batch):
+    """What each attention's output map reads, {path: tensors of its calls}."""
+    found = {}
+    for site, path, module in model.named_attentions():
+        read = found.setdefault(path, [])
+        module.get_submodule(site.output).register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
+    with torch.no_grad():
+        model.base_model(**batch)
+    return found
+
+
+@pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "whole"])
+@pytest.mark.parametrize("pattern", OF_PATTERNS)
+@pytest.mark.parametrize(("architecture", "head", "prefix"), PATTERNED)
+def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, is_padded):
+    """It gives what the model computes, also of rows that are padded on either side."""
+    fields = OF_PATTERNS[pattern] | {"attention_pattern": pattern}
+    model = architecture.model(head, **{f"{prefix}{name}": value for name, value in fields.items()})
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(3, 9, dtype=torch.long)
+    if is_padded:
+        mask[0, :2], mask[1, -3:] = 0, 0
+    batch = {"input_ids": torch.randint(3, 50, (3, 9), generator=generator), "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(3, 50, (3, 7), generator=generator)
+    fewer = {"num_key_value_heads": 4} | ({"encoder_num_key_value_heads": 4} if prefix or head == "T5Model" else {})
+    reader = ModelReader(model)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)
+    paths = [module.name for module in plan.reduced]
+    calls = recorded_inputs(model, paths, [batch])
+    expected = contexts_of(model, batch)
+    assert len(paths) >= 1 and set(paths) <= expected.keys()
+    for module in plan.reduced:
+        tensors = module.read(reader.read)
+        assert len(calls[module.name]) == len(expected[module.name])
+        for inputs, context in zip(calls[module.name], expected[module.name], strict=True):
+            found = attend(tensors, inputs, module.heads.query)[1]
+            valid = inputs.valid[..., : context.shape[1]]
+            torch.testing.assert_close(found[valid], context[valid], atol=2e-5, rtol=2e-5)
+
+
+def test_each_pattern_is_recorded_or_refused():
+    assert {name for name in PATTERNS if not pattern_class(name).learned} == OF_PATTERNS.keys()

@@ -2,6 +2,7 @@
 
 from ...modeling.fields.kernel_fields import has_kernel
 from ...modeling.mechanisms.mechanism import NONE
+from ...modeling.mechanisms.patterns.pattern_table import pattern_class, pattern_prefixes
 from ...modeling.mechanisms.talking_heads import KIND, talks
 from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
@@ -19,6 +20,9 @@ def why_not_calibrated(plan: ConversionPlan) -> str | None:
         return f"it fits heads whose weights sum to one; {what}"
     if has_kernel(plan.source_config):
         return "it fits to a softmax's outputs; the source has a kernel in its place"
+    patterns = {getattr(plan.source_config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(plan.config)}
+    if learned := [each for each in patterns if each is not None and pattern_class(each).learned]:
+        return f"it fits to what reads tokens; the source's pattern {learned[0]!r} also reads what it makes of several"
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
         return (

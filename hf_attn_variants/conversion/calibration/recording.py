@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...errors import as_value_error
 from ...modeling.attention.attention_interface import attention_function
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.kernel_interface import attend_by_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.mechanisms.patterns.global_tokens import global_tokens_of
+from ...modeling.ops.padded_rows import from_first_token
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from ...modeling.variant_names import EAGER, SDPA
+from ...modeling.ops.window_blocks import as_full_attention
+from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 from .batches import read_by_decoder, read_by_encoder
 
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
-RECORDING = "attn_variants_recording"
 UNREADABLE = "the source cannot read the calibration: its configuration is wrong"
 
 
@@ -66,7 +68,7 @@ class AttentionInputs:
             return self.valid
         if self.mask is None:
             return torch.ones(self.memory.shape[:2], dtype=torch.bool, device=self.memory.device)
-        reachable = self.mask[:, 0] > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
+        reachable = self.mask.amax(1) > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
         return reachable.any(1).expand(self.memory.shape[0], -1)
 
 
@@ -198,17 +200,45 @@ class _Recorder:
             # A decoder alone has its text where others have the encoder's; all of audio's positions count.
             valid = self.batch.get(mask_name, self.batch.get("attention_mask"))
             valid = torch.ones_like(states[..., 0], dtype=torch.bool) if valid is None else valid.bool()
-            causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
+            mask, bias = _mask_and_bias(module, query, key, attention_mask, position_bias, **kwargs)
+            causal = mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-            bias = None if position_bias is None else position_bias[:1]
-            self.calls[path].append(AttentionInputs(states, memory, attention_mask, bias, valid, factor, causal))
+            bias = None if bias is None else bias[:1]
+            self.calls[path].append(AttentionInputs(states, memory, mask, bias, valid, factor, causal))
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
-        # As "eager" answers: a window's mask is a tensor here. Where it is plain attention, by torch's fused kernels.
-        is_plain = module.reach is None and module.score is None and not module.projection_names
-        attend = attention_function(SDPA if is_plain and module.kernel is None else EAGER)
+        attend = attention_function(SDPA)
         return attend(module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs)
+
+
+def _mask_and_bias(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the additive mask and the bias by which full attention reads what a call does; a pattern's is in them."""
+    bias = position_bias
+
+    @from_first_token  # which moves rows, and the weights back: here the mask stands for them
+    def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        nonlocal bias
+        reach = kwargs.get("reach", module.reach)
+        told = (reach, query, key, mask, position_bias, global_tokens_of(reach, kwargs))
+        mask, bias = as_full_attention(*told)
+        if mask is not None:
+            shape = query.shape[0], *mask.shape[1:]
+            mask = mask.expand(shape)
+        return query.transpose(1, 2), mask
+
+    if module.reach is not None:
+        mask = pattern_mask(module, query, key, key, mask, **kwargs)[1]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return mask, bias
 
 
 # The recorder of the conversion that runs in this thread; none is kept when it is over.
@@ -221,4 +251,4 @@ def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch
 
 # Registered by name because that is how upstream finds a function and the mask that it needs.
 AttentionInterface.register(RECORDING, _recording_attention)
-AttentionMaskInterface.register(RECORDING, eager_mask)
+AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])

@@ -14,7 +14,7 @@ from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
 from ..mechanisms.patterns.transient_pattern import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
 from ..mechanisms.talking_heads import DynamicTerms, TalkingHeads
-from ..variant_names import EAGER, SDPA
+from ..variant_names import EAGER, RECORDING, SDPA
 
 __all__ = ["REFUSED", "Refusal", "check_implementation", "check_together"]
 
@@ -114,7 +114,7 @@ def check_implementation(config: Any, implementation: Any) -> None:
         ValueError: where it would ignore talking heads, a pattern, a score or a kernel, or takes values to be as wide
             as keys.
     """
-    if implementation in (None, "eager", "sdpa", EAGER, SDPA):
+    if implementation in (None, "eager", "sdpa", EAGER, SDPA, RECORDING):
         return
     if config.value_head_dim is not None:
         raise ValueError(
