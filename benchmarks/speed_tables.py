@@ -368,6 +368,11 @@ def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from serving(report)
 
 
+@table("whisper.md", "serving_whisper-base_variants")
+def converted_whispers(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    yield from (row for row in serving(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
+
+
 @table("serving.md", "serving_whisper-base_cpu_batch1", "serving_whisper-base_cpu_batch4")
 def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Sequence[Any]]:
     # The peaks are of batch 1 with beams; of batch 4 there are times alone.

@@ -44,7 +44,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=(*SHAPES, *WHISPERS, *ENCODERS), default="t5-small")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
-    parser.add_argument("--variants", type=json.loads, nargs="+", default=[], help="fields of conversions, as JSON")
+    parser.add_argument("--variants", nargs="*", default=[], metavar="JSON", help="fields of further conversions")
     parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
     parser.add_argument("--compile", action="store_true", help="time torch's engines compiled, too")
     args = parse_sizes(parser, arguments)
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         num_beams=None if args.shape in ENCODERS else beams,
         rounds=args.rounds,
         compiles=args.compile,
-        variants=args.variants,
+        variants=list(map(json.loads, args.variants)),
         peak_memory=not args.no_peak_memory and way_now() == "glibc",  # whose processes have glibc as it is
     )
     rows = {row.engine.name: row for row in table.rows}
