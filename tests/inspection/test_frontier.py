@@ -1,5 +1,6 @@
 """`attn-variants frontier`: what it tries, what it measures, and that the command it names makes what it measured."""
 
+import copy
 import json
 import math
 import random
@@ -261,6 +262,50 @@ def test_what_is_tried_by_default_fits_the_model():
     assert {"encoder_kv_lora_rank": 512} not in encoder
     heads = [fields["encoder_num_key_value_heads"] for fields in encoder if "encoder_num_key_value_heads" in fields]
     assert heads == [4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_key_value_heads": 4}, {"per_layer_values": {"num_key_value_heads": [4, 12]}}]
+)
+@pytest.mark.parametrize(("architecture", "head"), [(BERT, "BertForMaskedLM"), (T5, "T5ForConditionalGeneration")])
+def test_heads_that_are_grouped_already_are_merged_in_whole_groups(architecture, head, fields):
+    config = architecture.config(**fields)
+    options = default_options(config, "num_key_value_heads", decodes=config.is_encoder_decoder)
+    counts = [option["num_key_value_heads"] for option in options if "num_key_value_heads" in option]
+    assert counts == ([2, 1] if "num_key_value_heads" in fields else [4, 2, 1])  # of 12 query heads, not 3
+    model = architecture.model(head, **fields)
+    for count in counts:
+        assert convert_model(model, count).config.layer_value("num_key_value_heads", 1) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"talking_heads": "both"}, "cannot be used here: it fits heads whose weights sum to one"),
+        ({"attention_kernel": "elu"}, "cannot be used here: it fits to a softmax's outputs"),
+        ({"attention_pattern": "memory_compressed", "attention_block_size": 2}, "'memory_compressed' also reads"),
+    ],
+)
+def test_a_source_that_nothing_is_fitted_to_is_refused_by_name(fields, message):
+    model = BERT.model("BertForMaskedLM", **fields)
+    calibration = Calibration(["a"] * 40, tokenizer=object())
+    with pytest.raises(ValueError, match=message):
+        measure_frontier(model, [{"kv_lora_rank": 4}], calibration, calibration)
+
+
+def test_a_tokenizer_without_a_mask_token_is_said(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.mask_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no mask token"):
+        held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
+
+
+def test_a_source_that_writes_nothing_is_no_fault_of_its_weights(source, monkeypatch):
+    model, calibration = source
+    silent = replace(calibration, target_texts=None)
+    monkeypatch.setattr(type(model), "generate", lambda self, input_ids, **_: torch.full((len(input_ids), 2), 0))
+    with pytest.raises(ValueError, match="has nothing to say of the held-out examples"):
+        measure_frontier(model, [{"kv_lora_rank": 4}], silent, silent)
 
 
 def test_given_values_are_combined():

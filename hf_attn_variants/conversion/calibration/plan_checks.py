@@ -1,5 +1,7 @@
 """Whether text or audio can say how a plan's attentions are to be fitted."""
 
+from typing import Any
+
 from ...modeling.fields.kernel_fields import has_kernel
 from ...modeling.mechanisms.mechanism import NONE
 from ...modeling.mechanisms.patterns.pattern_table import pattern_class, pattern_prefixes
@@ -8,21 +10,28 @@ from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
 from .batches import check_targets
 
-__all__ = ["is_calibrated", "why_not_calibrated"]
+__all__ = ["is_calibrated", "why_not_calibrated", "why_source_is_not_fitted"]
+
+
+def why_source_is_not_fitted(config: Any) -> str | None:
+    """Return why nothing can be fitted to what a source of this configuration computes; None where something can."""
+    if talks(config):
+        names = [name for name in config.talking_fields() if name.endswith(KIND)]
+        kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
+        what = f"the source has talking heads ({kind!r}), whose do not"
+        return f"it fits heads whose weights sum to one; {what}"
+    if has_kernel(config):
+        return "it fits to a softmax's outputs; the source has a kernel in its place"
+    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(config))
+    if learned := [each for each in patterns if each is not None and pattern_class(each).learned]:
+        return f"it fits to what reads tokens; the source's pattern {learned[0]!r} also reads what it makes of several"
+    return None
 
 
 def why_not_calibrated(plan: ConversionPlan) -> str | None:
     """Return why no text can say how the plan's source is to be pooled; None where it can."""
-    if talks(plan.source_config):
-        names = [name for name in plan.source_config.talking_fields() if name.endswith(KIND)]
-        kind = next(value for name in names if (value := getattr(plan.source_config, name)) not in (None, NONE))
-        what = f"the source has talking heads ({kind!r}), whose do not"
-        return f"it fits heads whose weights sum to one; {what}"
-    if has_kernel(plan.source_config):
-        return "it fits to a softmax's outputs; the source has a kernel in its place"
-    patterns = {getattr(plan.source_config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(plan.config)}
-    if learned := [each for each in patterns if each is not None and pattern_class(each).learned]:
-        return f"it fits to what reads tokens; the source's pattern {learned[0]!r} also reads what it makes of several"
+    if (reason := why_source_is_not_fitted(plan.source_config)) is not None:
+        return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
         return (

@@ -155,6 +155,11 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     if text.audio is not None:
         return _held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
+    if measure == "masked words" and tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"the tokenizer has no mask token, and what a {type(model).__name__} loses is measured on masked words: "
+            "set its `mask_token`, or try the variants of another head"
+        )
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
     chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
     if measure == "targets" and text.target_texts is None:

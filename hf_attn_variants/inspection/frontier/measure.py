@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...conversion.calibration.plan_checks import why_source_is_not_fitted
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -137,6 +138,8 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
+    if (reason := why_source_is_not_fitted(source.config)) is not None:
+        raise ValueError(f"a calibration makes the variants, and cannot be used here: {reason}")
     length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
@@ -190,6 +193,12 @@ def _lengths(config: Any, calibration: Calibration, length: int, source_length: 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
     """Check the source's loss: a number, and that of the rows that are known."""
+    if not losses[:, 1].any():
+        raise ValueError(
+            f"{checkpoint or 'the source'} has nothing to say of the held-out examples: a loss is of what it writes, "
+            "or of tokens that are masked. Give it examples of its kind, a T5 also their targets "
+            "(--calibration_target_file)"
+        )
     mean = float(losses[:, 0].sum() / losses[:, 1].sum())
     if not math.isfinite(mean):
         raise ValueError(f"the loss of {checkpoint or 'the source'} itself is {mean}: look at its weights")

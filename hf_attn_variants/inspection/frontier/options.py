@@ -24,9 +24,11 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         field: of the key/value heads that are varied.
         decodes: whether the attention of these heads has a cache.
     """
-    width, heads = config.hidden_size, max(values_by_layer(config, field), default=config.query_heads(field))
+    width, own_counts = config.hidden_size, values_by_layer(config, field) or [config.query_heads(field)]
     multi_query = 2 * config.attention_head_dim()  # numbers a token and layer
-    counts = [count for count in kv_head_counts(config, field) if count < heads]
+    # Whole groups are merged, in each layer.
+    counts = [count for count in kv_head_counts(config, field) if count < max(own_counts)]
+    counts = [count for count in counts if all(own % count == 0 or count % own == 0 for own in own_counts)]
 
     def fits(value: int | None) -> bool:
         return value is None or 1 <= value <= width
