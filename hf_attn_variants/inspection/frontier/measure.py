@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...conversion.calibration.plan_checks import why_source_is_not_fitted
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -138,8 +137,6 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
-    if (reason := why_source_is_not_fitted(source.config)) is not None:
-        raise ValueError(f"a calibration makes the variants, and cannot be used here: {reason}")
     length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...conversion.calibration.calibrate import calibrate
+from ...conversion.calibration.plan_checks import why_source_is_not_fitted
 from ...conversion.calibration.source_models import source_in_memory
 from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.in_memory import ModelReader, assemble
@@ -36,7 +37,12 @@ class ConvertedAttentions:
             source: a variant model, in float32.
             calibration: the text or audio that new ones are fitted to, with its tokenizer or feature extractor.
             seed: of everything random in a conversion.
+
+        Raises:
+            ValueError: for a source to which nothing can be fitted.
         """
+        if (reason := why_source_is_not_fitted(source.config)) is not None:
+            raise ValueError(f"a calibration makes the variants, and cannot be used here: {reason}")
         self.source, self.calibration, self.seed = source, calibration, seed
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, Tensors] = {}
