@@ -130,13 +130,11 @@ def main(args: argparse.Namespace) -> Any:
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from None
     check_launcher(sweep.launch)
-    try:
-        _check_new_models(args.file, sweep.command, runs)
-    except OSError as error:
-        if not args.dry_run:
-            raise
-        print(f"# models are not checked: {error}")  # the tokenizer may be where the runs will be
     if args.dry_run:
+        try:
+            _check_new_models(args.file, runs)
+        except OSError as error:
+            print(f"# models are not checked: {error}")  # the tokenizer may be where the runs will be
         _print_commands(runs, Path(args.output_dir or "OUTPUT_DIR"))
         return None
     return _run(args, sweep, runs, Path(args.output_dir).expanduser())
@@ -151,7 +149,7 @@ def _flags(command: str) -> Any:
     return CommandFlags(command, module.make_parser(), module.parse_args, own, HF_NAMES)
 
 
-def _check_new_models(file: str, command: str, runs: Sequence[Any]) -> None:
+def _check_new_models(file: str, runs: Sequence[Any]) -> None:
     """Make the models from scratch, without their weights: the turn of one that cannot be made may come after hours.
 
     Raises:
@@ -160,11 +158,13 @@ def _check_new_models(file: str, command: str, runs: Sequence[Any]) -> None:
     """
     from ..training.engine.settings import NewModelSettings
 
-    parse = importlib.import_module(f".{TRAININGS[command]}", __package__).parse_args
+    first: dict[str, Any] = {}
     for run in runs:
-        if run.seed != runs[0].seed or run.convert is not None:
-            continue
-        settings = parse(run.training(Path("RUN"))[1:])
+        if run.convert is None:
+            first.setdefault(run.contestant, run)  # a seed changes no model
+    for run in first.values():
+        command, *words = run.training(Path("RUN"))
+        settings = importlib.import_module(f".{TRAININGS[command]}", __package__).parse_args(words)
         if not isinstance(settings, NewModelSettings) or settings.model_name_or_path is not None:
             continue
         from ..training.engine.new_model import check_new_model
@@ -203,9 +203,10 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
     _take_folder(output_dir)
     with held_folder(str(output_dir), by_children=True), no_progress_bars(args.disable_tqdm):
         folders = [RunFolder(run, output_dir) for run in runs]
-        for folder in folders:
-            if folder.results is None:
-                check_files(folder.run)
+        left = [folder.run for folder in folders if folder.results is None]
+        for run in left:
+            check_files(run)
+        _check_new_models(args.file, left)
         _note_file(output_dir, args.file, sweep.variables)
         done = sum(folder.results is not None for folder in folders)
         with progress_bar(total=len(runs), initial=done, desc="Sweep", unit="run", smoothing=0) as bar:

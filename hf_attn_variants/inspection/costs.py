@@ -325,9 +325,10 @@ def variant_rows(
         yield {KIND: BOTH}
 
 
-def has_latents(config: Any, field: str) -> bool:
-    """Say whether a variant configuration has latents in the stack that a field of key/value heads is of."""
-    return any(getattr(config, name) is not None for name in _rank_fields(config, field))
+def has_latents(config: Any, field: str | None = None) -> bool:
+    """Say whether a variant configuration has latents: in the stack of a field of key/value heads; None: anywhere."""
+    names = config.rank_fields() if field is None else _rank_fields(config, field)
+    return any(getattr(config, name) is not None for name in names)
 
 
 def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..generation_calls import limits_of_the_call
-from ..inspection.costs import kv_heads_field, values_by_layer, variant_config, variant_name
+from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
 from ..inspection.speed import HEARING, ready_to_time, timed_auto_class, upstream_model
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
@@ -94,7 +94,7 @@ def engines_of(
         name = variant_name(converted, _heads_field(config))
         found += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
         # An export multiplies latents in: without them the model is timed already.
-        if has_ctranslate2(fields) and not _has_latent(converted):
+        if has_ctranslate2(fields) and not has_latents(converted):
             found += _ctranslate2_engines(f"{name}, ", fields)
     names = [engine.name for engine in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -124,10 +124,6 @@ def model_class_of(config: Mapping[str, Any]) -> type:
 
 def _heads_field(config: Mapping[str, Any]) -> str:
     return kv_heads_field(model_class_of(config), variant_config(config))
-
-
-def _has_latent(config: Any) -> bool:
-    return any(rank is not None for name in config.rank_fields() for rank in values_by_layer(config, name))
 
 
 def _without_latents(config: Any) -> Any:

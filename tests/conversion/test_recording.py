@@ -121,14 +121,15 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
     batch = {"input_ids": torch.randint(3, 50, (3, 9), generator=generator), "attention_mask": mask}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = torch.randint(3, 50, (3, 7), generator=generator)
-    fewer = {"num_key_value_heads": 4} | ({"encoder_num_key_value_heads": 4} if prefix or head == "T5Model" else {})
+    fewer = dict.fromkeys(model.config.kv_heads_fields(), 2)
     reader = ModelReader(model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)
     paths = [module.name for module in plan.reduced]
     calls = recorded_inputs(model, paths, [batch])
     expected = contexts_of(model, batch)
-    assert len(paths) >= 1 and set(paths) <= expected.keys()
+    patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).reach}
+    assert patterned and patterned <= {*paths} <= expected.keys()
     for module in plan.reduced:
         tensors = module.read(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])

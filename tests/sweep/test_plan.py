@@ -11,6 +11,7 @@ from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants import cli
 from hf_attn_variants.commands import sweep as command
+from hf_attn_variants.sweep import runner
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -254,11 +255,24 @@ def test_a_model_that_cannot_be_made_is_told_before_anything_runs(dry_run, tmp_p
     content["flags"] = flags | {"train_file": [str(tmp_path / "a.txt")]}
     (tmp_path / "b.json").write_text(json.dumps(content))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(out)]) == 2
-    assert message in capsys.readouterr().err and not out.exists()
+    assert message in capsys.readouterr().err and not (out / "runs").exists()
     # Without its tokenizer no model is checked, and none is trained.
-    (tmp_path / "c.json").write_text(json.dumps(BASE))
+    content = BASE | {"flags": content["flags"] | {"tokenizer_name": "a/tokenizer"}}
+    (tmp_path / "c.json").write_text(json.dumps(content))
     assert cli.main(["sweep", str(tmp_path / "c.json"), "--output_dir", str(out)]) == 2
-    assert "'multi-head': " in capsys.readouterr().err and not out.exists()
+    assert "'multi-head': " in capsys.readouterr().err and not (out / "runs").exists()
+
+
+def test_of_finished_runs_no_model_is_checked(tmp_path, monkeypatch, capsys):
+    """Their tokenizer may be gone; the table is made anew."""
+    (tmp_path / "b.json").write_text(json.dumps(BASE))
+    monkeypatch.setattr(runner.RunFolder, "__init__", _finished)
+    assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]) == 0
+    assert "a/tokenizer" not in capsys.readouterr().err
+
+
+def _finished(self, run, sweep_dir):
+    self.run, self.path, self.results = run, sweep_dir / run.folder, {"eval_loss": 1.0}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
