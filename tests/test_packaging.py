@@ -99,6 +99,7 @@ def test_the_sdist_is_the_repository(built, repository_files):
     assert built.sdist - made == {name for name in repository_files if not name.startswith(NOT_SHIPPED)}
 
 
+@pytest.mark.thorough
 def test_the_wheel_is_the_package(built, repository_files):
     package = {name for name in built.wheel if ".dist-info/" not in name and ".data/" not in name}
     assert package == {name for name in repository_files if name.startswith(("hf_attn_variants/", "attn_variants.py"))}

@@ -55,6 +55,7 @@ def test_an_encoder_alone_is_timed_as_one(stored):
     assert {"encoder_num_key_value_heads": 1} in fields and not any("num_key_value_heads" in each for each in fields)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "head, work, length",
     [
@@ -202,6 +203,7 @@ def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, 
         measure_speed(config, length=8, batch_size=2, rounds=1, talking_heads=False, latents=False)
 
 
+@pytest.mark.thorough
 def test_a_variant_that_loses_its_cache_is_not_timed(monkeypatch):
     """Of a checkpoint of this package there is no model of upstream's to compare with."""
     model = hf_attn_variants.AttnVariantT5ForConditionalGeneration

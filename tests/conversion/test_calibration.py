@@ -102,6 +102,7 @@ class PairTokenizer(WordTokenizer):
         }
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_pairs_are_seen_as_the_tokenizer_joins_them():
     model = bert()
@@ -161,6 +162,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     assert ("then fitted" in said) is bool(fit_steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 8)])
 def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
     batches, attend = [], calibrating.attend

@@ -122,6 +122,7 @@ def test_a_disk_that_is_full_leaves_the_repository_as_it_was(archive, tmp_path, 
     assert refresh_repository(folder).backup
 
 
+@pytest.mark.thorough
 @COUNTS
 def test_killed(archive, tmp_path, count):
     copy_repository(archive / NAME, tmp_path / "new")

@@ -75,6 +75,7 @@ def refused(folder, message, kind=ValueError, **options):
     assert contents(folder) == before
 
 
+@pytest.mark.thorough
 def test_in_place_the_code_is_todays_and_the_rest_is_as_it_was(old):
     before = contents(old)
     result = refresh_repository(old)
@@ -341,6 +342,7 @@ def test_nothing_in_the_repository_is_run(old, tmp_path, monkeypatch):
 # What is compared.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 def test_every_head_has_inputs_to_try(row):
     for head in row.heads:

@@ -44,6 +44,7 @@ def test_what_changed_is_one_commit_on_the_one_that_was_read(repository, hub, ap
     assert not again.pushed.changed and len(repository.log) == 2 and "is up to date" in again.summary()
 
 
+@pytest.mark.thorough
 def test_somebody_elses_push_in_the_meantime_is_not_lost(repository, hub, api):
     hub.before_commit = lambda each: each.commit("main", {**hub.files("me/t5"), "new.txt": b""}, "theirs")
     with pytest.raises(OSError, match="somebody else is pushing"):

@@ -83,6 +83,7 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
     assert_same(fused, again)
 
 
+@pytest.mark.thorough
 @HEADS_WITH_VARIANTS
 def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)

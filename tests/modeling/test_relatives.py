@@ -70,6 +70,7 @@ def test_heads_are_upstreams(architecture, head, tmp_path):
                 torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2 * ATOL, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @EVERY_ARCHITECTURE
 def test_identical_heads_convert_without_loss(architecture, tmp_path):
     head = next(iter(architecture.heads))
@@ -101,6 +102,7 @@ def test_every_auto_class_loads_elsewhere(tmp_path):
     assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in RELATIVES]
 
 
+@pytest.mark.thorough
 @GENERATES
 @pytest.mark.parametrize(
     "search", [{"num_beams": 1}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]

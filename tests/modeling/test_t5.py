@@ -44,6 +44,7 @@ def upstream_pair(flavour, folder, implementation):
     return upstream, ours
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", MASKS)

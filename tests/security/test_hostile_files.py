@@ -99,6 +99,7 @@ FILES = st.builds(
 DEEP = b"[" * 200_000
 
 
+@pytest.mark.thorough
 @tries(400)
 @given(content=FILES | st.binary(max_size=64))
 @example(content=struct.pack("<Q", len(DEEP)) + DEEP)

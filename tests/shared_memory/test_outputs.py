@@ -58,6 +58,7 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, **TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_generated_is_upstreams(name, way, form):

@@ -36,6 +36,7 @@ def is_shared(model):
     return all(isinstance(module, SharesMemory) for _, module in cross_attentions(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_is_undone_to_the_bit(name):
     model, batch = tiny_model(name), source_batch(name)

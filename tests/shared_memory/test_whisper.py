@@ -63,6 +63,7 @@ def test_transcripts_are_upstreams(checkpoint, way, form):
     same(transcribed(share_memory(loaded(checkpoint)), **WAYS[way]), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
 def test_times_of_words_are_upstreams(checkpoint, way, form):
     options = way | {"return_token_timestamps": True, "return_timestamps": True}

@@ -44,6 +44,7 @@ def run(text, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 def test_a_variant_from_scratch_learns_and_goes_on_from_its_checkpoint(run):
     results = run("--max_train_steps", 40, "--eval_steps", 20)
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]

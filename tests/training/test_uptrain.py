@@ -314,6 +314,7 @@ def test_answers_are_distilled(run, bert, tmp_path):
         run("distill", *flags, model=tmp_path / "mqa")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fields", "term"),
     [

@@ -45,6 +45,7 @@ def run(tokenizer, tmp_path):
     return call
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head", [BartForSequenceClassification, BartForQuestionAnswering])
 def test_a_head_that_reads_its_text_twice_is_distilled_on_lines(run, tokenizer, head):
     torch.manual_seed(0)

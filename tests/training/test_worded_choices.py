@@ -263,6 +263,7 @@ def run(writer, tmp_path):
 
 
 # By default one whose answers are labels, and the two whose rows have several.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "task",
     [
