@@ -33,6 +33,7 @@ __all__ = [
     "CALIBRATION_OPTIONS",
     "add_audio_argument",
     "add_calibration_arguments",
+    "check_convertible",
     "main",
     "make_parser",
     "parse_args",
@@ -271,19 +272,37 @@ def main(args: argparse.Namespace) -> Any:
     from ..hub.card import write_card
     from ..progress import no_progress_bars
 
-    if args.quick:
-        _be_quick(args)
-    options = vars(args).copy()
-    for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
-        options.pop(name)
-    calibration = read_calibration_arguments(args)
+    options = _conversion_options(args)
     with no_progress_bars(args.disable_tqdm):
-        report = convert_checkpoint(calibration=calibration, **options)
+        report = convert_checkpoint(**options)
     print(report.summary(args.attention_errors))
     if write_card(Path(args.output_dir).expanduser()):
         print(f"{CARD_NAME} is its model card; `attn-variants push` makes it anew, with the repository's name.")
     print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
     return report
+
+
+def check_convertible(args: argparse.Namespace) -> None:
+    """Check what `main` would check before it reads a weight.
+
+    Raises:
+        ValueError, OSError: as for `main`.
+    """
+    from ..conversion.conversions import check_conversion
+
+    options = _conversion_options(args)
+    options.pop("output_dir")
+    check_conversion(**options)
+
+
+def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `convert_checkpoint`, with the examples that the command line names."""
+    if args.quick:
+        _be_quick(args)
+    options = vars(args).copy()
+    for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
+        options.pop(name)
+    return options | {"calibration": read_calibration_arguments(args)}
 
 
 def _be_quick(args: argparse.Namespace) -> None:

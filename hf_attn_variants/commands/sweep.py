@@ -68,12 +68,12 @@ object of names and flags; along its first axis of numbers the plot is a curve. 
 does not multiply. `convert`, of all runs or of one variant, has the flags of `attn-variants convert`, whose checkpoint
 is then trained; null: not converted; a grid's axis of its flags is called convert.FLAG.
 
-Before any runs, every command is checked by its own parser, and each model from scratch is made without its weights. A
-run has a folder, runs/VARIANT/seed-N, with what its commands printed in output.log. Ctrl-C and SIGTERM end the running
-training with a checkpoint. The same command goes on where an earlier call ended, however it ended: a finished run is
-never run again, an interrupted one goes on from its last checkpoint (the flag checkpointing_steps saves some), and
-variants and seeds may be added. A run that fails is told at the end (status 1), and the others run. Paths in a file
-are relative to the working directory."""
+Before any runs, every command is checked by its own parser, each model from scratch is made without its weights, and
+each conversion is checked by what the checkpoint's files say. A run has a folder, runs/VARIANT/seed-N, with what its
+commands printed in output.log. Ctrl-C and SIGTERM end the running training with a checkpoint. The same command goes on
+where an earlier call ended, however it ended: a finished run is never run again, an interrupted one goes on from its
+last checkpoint (the flag checkpointing_steps saves some), and variants and seeds may be added. A run that fails is
+told at the end (status 1), and the others run. Paths in a file are relative to the working directory."""
 
 
 class SweepFailed(ValueError):
@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> Any:
     check_launcher(sweep.launch)
     if args.dry_run:
         try:
-            _check_new_models(args.file, runs)
+            _check_models(args.file, runs, download=False)
         except OSError as error:
             print(f"# models are not checked: {error}")  # the tokenizer may be where the runs will be
         _print_commands(runs, Path(args.output_dir or "OUTPUT_DIR"))
@@ -149,31 +149,50 @@ def _flags(command: str) -> Any:
     return CommandFlags(command, module.make_parser(), module.parse_args, own, HF_NAMES)
 
 
-def _check_new_models(file: str, runs: Sequence[Any]) -> None:
-    """Make the models from scratch, without their weights: the turn of one that cannot be made may come after hours.
+def _check_models(file: str, runs: Sequence[Any], download: bool) -> None:
+    """Check what the trainings begin with, once a variant: the turn of one that cannot be made may come after hours.
+
+    A model from scratch is made without its weights; a conversion is planned, and its examples are read. Checkpoints
+    that are on the Hub alone are fetched if `download` says so, else not there.
 
     Raises:
-        OSError: if a tokenizer is not there.
+        OSError: if a tokenizer, a checkpoint or examples are not there.
         ValueError: if there is no such model; both messages name the variant.
     """
-    from ..training.engine.settings import NewModelSettings
-
     first: dict[str, Any] = {}
     for run in runs:
-        if run.convert is None:
-            first.setdefault(run.contestant, run)  # a seed changes no model
+        first.setdefault(run.contestant, run)  # a seed changes no model
     for run in first.values():
-        command, *words = run.training(Path("RUN"))
-        settings = importlib.import_module(f".{TRAININGS[command]}", __package__).parse_args(words)
-        if not isinstance(settings, NewModelSettings) or settings.model_name_or_path is not None:
-            continue
-        from ..training.engine.new_model import check_new_model
-
         try:
-            check_new_model(settings)
+            if run.convert is None:
+                _check_new_model(run)
+            else:
+                _check_conversion(run, download)
         except (ValueError, OSError) as error:
             kind = OSError if isinstance(error, OSError) else ValueError
             raise kind(f"{file}: {f'{run.contestant!r}: ' if run.contestant else ''}{error}") from error
+
+
+def _check_new_model(run: Any) -> None:
+    from ..training.engine.settings import NewModelSettings
+
+    command, *words = run.training(Path("RUN"))
+    settings = importlib.import_module(f".{TRAININGS[command]}", __package__).parse_args(words)
+    if isinstance(settings, NewModelSettings) and settings.model_name_or_path is None:
+        from ..training.engine.new_model import check_new_model
+
+        check_new_model(settings)
+
+
+def _check_conversion(run: Any, download: bool) -> None:
+    from ..conversion.checkpoint.source import cached_folder
+    from .convert import check_convertible, parse_args
+
+    _, *words = run.conversion(Path("RUN"))
+    args = parse_args(words)
+    if not download and cached_folder(args.model_name_or_path, args.revision) is None:
+        raise FileNotFoundError(f"{args.model_name_or_path} is not on this machine")
+    check_convertible(args)
 
 
 def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
@@ -203,10 +222,10 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
     _take_folder(output_dir)
     with held_folder(str(output_dir), by_children=True), no_progress_bars(args.disable_tqdm):
         folders = [RunFolder(run, output_dir) for run in runs]
-        left = [folder.run for folder in folders if folder.results is None]
-        for run in left:
-            check_files(run)
-        _check_new_models(args.file, left)
+        left = [folder for folder in folders if folder.results is None]
+        for folder in left:
+            check_files(folder.run)
+        _check_models(args.file, [each.run for each in left if not each.is_converted], download=True)
         _note_file(output_dir, args.file, sweep.variables)
         done = sum(folder.results is not None for folder in folders)
         with progress_bar(total=len(runs), initial=done, desc="Sweep", unit="run", smoothing=0) as bar:

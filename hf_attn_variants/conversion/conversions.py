@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -15,52 +14,25 @@ from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_history import ModelHistory, read_history, write_history
-from .attention_modules import AttentionModule
-from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
-from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings, forms_on_text
-from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
-from .calibration.plan_checks import is_calibrated, why_not_calibrated
-from .calibration.source_models import SourceModel, check_has_processor, source_in_memory, source_of_folder
+from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings
+from .calibration.source_models import check_has_processor, load_processor, source_in_memory, source_of_folder
 from .calibration.texts import CalibrationLike, as_calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.loading import model_of_tensors
 from .checkpoint.reading import open_checkpoint
-from .checkpoint.source import read_config, resolve_source, warn_of_own_code
+from .checkpoint.source import read_config, resolve_source
 from .checkpoint_folder import generation_config, plan_folder
 from .converted_tensors import converted_tensors
-from .latents import lost_by_rank, weight_forms
-from .methods import resolve_method
 from .methods.base import ConversionMethod
-from .plan import ConversionPlan, make_plan
+from .plan import ConversionPlan
 from .positions import FIELDS, lengthen_tokenizer, with_positions
 from .quality import Quality, check_kept
 from .report import ConversionReport, conversion_report
+from .request import ConversionRequest
 
-__all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
+__all__ = ["check_conversion", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
 logger = logging.getLogger(__name__)
-# What is lost without text, kept with it, and how to say that it is meant. The figures: docs/results_conversion.md
-# and, of latents, docs/conversion_appendix.md.
-POOLED = (
-    "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
-    "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
-    "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4.",
-    'If averaging is meant, say method="mean" (--method mean).',
-)
-COMPRESSED = (
-    "a latent is found from the weights alone, and the model loses quality until it is trained again. Measured: "
-    "Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
-    "With text, `calibration=` (--calibration_file), it keeps 0.868 and 35.3.",
-    'If weights alone are meant, say method="mean" (--method mean).',
-)
-REPLACED = (
-    "a kernel takes the place of a softmax, and much of the model is lost until it is trained again. "
-    "Measured: Spearman 0.867 to 0.70 (MiniLM, elu).",
-    "With text, `calibration=` (--calibration_file), hedgehog keeps 0.860.",
-    'If weights alone are meant, say method="mean" (--method mean).',
-)
-HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 @overload
@@ -169,7 +141,7 @@ def convert_model(
     calibration = as_calibration(calibration, seed)
     if calibration is not None:
         check_has_processor(calibration)
-    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
+    request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = source_in_memory(reader, model)
     plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
     calibrated = calibrate(plan, reader, source, calibration)
@@ -197,7 +169,7 @@ def load_converted(
     The model has one dtype, `dtype` or that of its config.json, as `from_pretrained` gives it; tensors of several ones
     stay as they are in a folder alone.
     """
-    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
+    request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
@@ -237,7 +209,7 @@ def convert_checkpoint(
         The report, which the folder holds as conversion_report.json.
     """
     started = time.perf_counter()
-    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
+    request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -275,6 +247,33 @@ def convert_checkpoint(
     return report
 
 
+def check_conversion(
+    model_name_or_path: str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod | None = None,
+    *,
+    calibration: CalibrationLike | None = None,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
+) -> None:
+    """Check all that a conversion of a checkpoint checks before it reads a weight; arguments as for `convert`.
+
+    Raises:
+        TypeError, ValueError, OSError: as for `convert`.
+    """
+    request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
+    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    with open_checkpoint(folder, allow_pickle) as stored:
+        config, reader = with_positions(read_config(folder), stored, fields)
+        plan = request.check(config, reader.entries, folder / CONFIG_NAME)
+    if plan.reduced and request.calibration is not None and request.calibration.processor is None:
+        load_processor(folder, request.calibration)
+
+
 def _travels(history: ModelHistory, name: str) -> bool:
     """Say whether a file goes along: all but the source's card. The history has its terms, if they can be read."""
     return name != CARD_NAME or not history.has_all_terms
@@ -296,97 +295,3 @@ def _quality_of_files(
     config = deepcopy(plan.config)
     model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
     return _quality(calibrated, model.to(calibrated.source_outputs.device))
-
-
-@dataclass
-class _Request:
-    """What a user asks of a conversion; all that can be checked without the source is."""
-
-    num_key_value_heads: int | None
-    asked_method: str | ConversionMethod | None
-    asked_calibration: CalibrationLike | None
-    asked_dtype: torch.dtype | str | None
-    seed: int
-    fields: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
-        if self.kv_cache_bytes is not None:
-            asked = self.fields | {"num_key_value_heads": self.num_key_value_heads}
-            self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
-        self.calibration = as_calibration(self.asked_calibration, self.seed)
-        self.matching_layers = self.fields.pop("keep_matching_layers", None)
-        self.matching_shares: list[float] | None = None
-        self.strict = bool(self.fields.pop("strict", False))
-        if self.strict and self.calibration is None:
-            raise ValueError(
-                "`strict` (--strict) refuses a conversion that has not kept the model, and only text or audio tells: "
-                "give a calibration (--calibration_file)."
-            )
-        self.method = resolve_method(self.asked_method, self.calibration)
-        self.dtype = checked_dtype(self.asked_dtype)
-
-    def plan(
-        self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
-    ) -> ConversionPlan:
-        """Return the checked plan; warn where heads are averaged and nobody asked for that."""
-        warn_of_own_code(config)
-        fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
-        entries = reader.entries
-        if self.kv_cache_bytes is not None:
-            check_has_cache(config)
-            probe = make_plan(config, entries, self.method, fields | PROBE, self.seed, self.dtype, config_file)
-            losses = partial(self._losses, probe, reader, source)
-            chosen = fields_within(probe, self.kv_cache_bytes, entries, losses)
-            by_layer = {**(fields.get("per_layer_values") or {}), **chosen.pop("per_layer_values", {})}
-            fields |= chosen | {"per_layer_values": by_layer or None}
-        if self.matching_layers is not None:
-            probe = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-            fields = self._keeping_matching_layers(probe, fields, source)
-        plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-        if self.asked_method is None and plan.reduced and self.calibration is None:
-            pools = any(module.heads.relation == "pool" for module in plan.reduced)
-            lost, kept, meant = POOLED if pools else COMPRESSED
-            if any(module.gets_kernel for module in plan.reduced):
-                lost, kept, meant = REPLACED
-            kept, examples = (HEARD, "audio") if plan.hears else (kept, "text")
-            if (reason := why_not_calibrated(plan)) is None:
-                logger.warning("no %s to calibrate on: %s %s %s", examples, lost, kept, meant)
-            else:
-                logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
-        return plan
-
-    def _keeping_matching_layers(
-        self, probe: ConversionPlan, fields: dict[str, Any], source: SourceModel
-    ) -> dict[str, Any]:
-        """Return the fields of a conversion that leaves layers as they are; `probe` is that of all layers."""
-        check_matching_layers(probe, fields, self.matching_layers, self.calibration)
-        calibration: Any = self.calibration  # there is one, or `check_matching_layers` had refused
-        is_calibrated(probe, calibration)  # refuses what cannot be
-        model, tokenizer = source(probe)
-        tokenizer = calibration.processor or tokenizer
-        self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
-        return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
-
-    def _losses(
-        self, plan: ConversionPlan, reader: TensorSource, source: SourceModel, modules: list[AttentionModule]
-    ) -> list[torch.Tensor]:
-        """Return what latents of these attentions lose by rank, on the text where the method looks at it."""
-        if self.calibration is None or not is_calibrated(plan, self.calibration):
-            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
-            forms = [weight_forms(each, module.heads) for each, module in zip(tensors, modules, strict=True)]
-        else:
-            forms = forms_on_text(plan, modules, reader, source, self.calibration)
-        return [lost_by_rank([each.key, each.value]) for each in forms]
-
-
-def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype that tensors can be converted to, or None for the one that they have.
-
-    Raises:
-        ValueError: for another one.
-    """
-    torch_dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if torch_dtype is not None and torch_dtype not in DTYPES.values():
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return torch_dtype

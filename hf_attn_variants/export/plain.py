@@ -18,9 +18,9 @@ from ..conversion.checkpoint.entries import TensorEntry
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint_folder import plan_folder
-from ..conversion.conversions import checked_dtype
 from ..conversion.methods import resolve_method
 from ..conversion.plan import ConversionPlan, make_plan
+from ..conversion.request import checked_dtype
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history

@@ -63,6 +63,11 @@ class RunFolder:
                 )
             self.results = stored.get("results")
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether its conversion is done."""
+        return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
+
     def begin(self) -> None:
         """Write what is going to run, so that a later call knows what lies here."""
         make_folders(self.path)
@@ -88,7 +93,7 @@ class RunFolder:
         conversion, training = self.run.conversion(self.path), self.run.training(self.path)
         program = ["-m", "attn_variants"]
         commands = []
-        if conversion is not None and not (self.path / CONVERTED / CONFIG_NAME).is_file():
+        if conversion is not None and not self.is_converted:
             for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # of a conversion that was killed
                 shutil.rmtree(leftover)
             commands.append([sys.executable, *program, *conversion])

@@ -130,13 +130,13 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     variants = json.loads(sweep_file.read_text())["variants"]
-    wrong = change(sweep_file, seeds=[0], variants={"three": {"convert": {"num_key_value_heads": 3}}, **variants})
+    wrong = change(sweep_file, seeds=[0], variants={"long": {"convert": None, "max_length": 4096}, **variants})
     assert run(wrong, out) == 1
     printed = capsys.readouterr()
-    assert "error: 1 of 3 runs failed: three, seed 0 (status 2: " in printed.err and "4" in printed.err
+    assert "error: 1 of 3 runs failed: long, seed 0 (status 2: " in printed.err and "4096" in printed.err
     assert "output.log" in printed.err and printed.err.count("\n") == 1
     table = (out / "sweep_results.md").read_text()
-    assert "| three |" in table and "0 of 1" in table and table.count("1 of 1") == 2
+    assert "| long |" in table and "0 of 1" in table and table.count("1 of 1") == 2
 
 
 def test_a_file_that_is_not_there_is_told_before_anything_runs(sweep_file, tmp_path, capsys):
@@ -145,6 +145,56 @@ def test_a_file_that_is_not_there_is_told_before_anything_runs(sweep_file, tmp_p
     assert run(wrong, tmp_path / "out") == 2
     assert "error: 'multi-head': `data_dir`: no such file or folder: no/such\n" == capsys.readouterr().err
     assert not (tmp_path / "out/runs").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide"),
+        ({"kv_cache_bytes": [512, 512]}, "`kv_cache_bytes` is for encoder-decoders"),
+        ({"num_key_value_heads": 2, "calibration_file": "TEXTS", "calibration_columns": ["texts"]}, "'texts'"),
+        ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size needs --calibration_file"),
+        ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
+        ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "give `calibration=` (--calibration_file)"),
+        ({"talking_heads": "both", "calibration_file": "TEXTS"}, "talking heads are added without"),
+        ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` is not a field of "),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+)
+def test_a_conversion_that_cannot_be_is_told_before_anything_runs(flags, message, sweep_file, tmp_path, capsys):
+    texts = tmp_path / "texts.csv"
+    texts.write_text("text\n" + "the cat sees the dog\n" * 20)
+    flags = {name: str(texts) if value == "TEXTS" else value for name, value in flags.items()}
+    variants = {"fine": {"convert": {"num_key_value_heads": 2}}, "wrong": {"convert": flags}}
+    wrong = change(sweep_file, variants=variants)
+    assert cli.main(["sweep", str(wrong), "--dry_run"]) == 2
+    told = capsys.readouterr().err
+    assert f"{wrong}: 'wrong': " in told and message in told and told.count("\n") == 1
+    assert run(wrong, tmp_path / "out") == 2
+    assert capsys.readouterr().err == told and not (tmp_path / "out/runs").exists()
+
+
+def test_a_dry_run_asks_the_hub_for_nothing(sweep_file, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    convert = {"model_name_or_path": "nobody/nothing", "num_key_value_heads": 2}
+    assert cli.main(["sweep", str(change(sweep_file, convert=convert, variants={"one": {}})), "--dry_run"]) == 0
+    assert "# models are not checked: " in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_what_is_converted_already_needs_its_source_no_more(undisturbed, sweep_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    gone = json.loads(sweep_file.read_text())["convert"] | {"model_name_or_path": str(tmp_path / "gone")}
+    for record in out.glob("runs/*/*/run.json"):
+        stored = json.loads(record.read_text())
+        commands = [[gone["model_name_or_path"] if "/bert" in w else w for w in c] for c in stored["commands"]]
+        stored["commands"] = commands
+        if (record.parent / "converted").is_dir():
+            del stored["results"]
+            shutil.rmtree(record.parent / "trained")
+        record.write_text(json.dumps(stored))
+    assert run(change(sweep_file, convert=gone, seeds=[0]), out) == 0, capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_is_refused(sweep_file, tmp_path, capsys):
