@@ -1,8 +1,9 @@
 """Files of text examples: lines, parallel files of lines, and the columns of tables, each plain or .gz."""
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ __all__ = [
     "check_unused",
     "column_names",
     "column_value",
+    "filled_rows",
     "has_column",
-    "has_text",
+    "has_texts",
     "is_table",
     "missing_column",
     "read_columns",
@@ -56,7 +58,7 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
             f"{source_file} has {len(sources)} lines and {target_file} has {len(targets)}: parallel text has as many"
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    if not (filled := _filled(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")):
+    if not (filled := filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")):
         raise ValueError(f"{source_file} and {target_file} are empty: they have no pair of lines")
     return filled
 
@@ -100,7 +102,11 @@ def read_columns(
             lines.append(record.line)
         if all(is_blank(text) for texts in found for text in texts):
             raise ValueError(f"{path} is empty: it has no row of text")
-        rows += found if keep_blank else _filled(str(path), "row", found, _places_in(path, lines))
+        if not keep_blank:
+            found = filled_rows(str(path), "row", found, _places_in(path, lines))
+        if not found:
+            raise ValueError(f"{path}: no row has a text in each of the columns {', '.join(columns)}")
+        rows += found
     return rows
 
 
@@ -116,10 +122,17 @@ def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
     return lambda i: row_place(path, lines[i], i + 1)
 
 
-def _filled(
+def filled_rows(
     place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]
 ) -> list[tuple[str, ...]]:
-    # Rows without a blank text; those where some text is lost are counted.
+    """Return the rows without a blank text; warn of those that are left out with a text.
+
+    Args:
+        place: where they were read.
+        what: what a row is called.
+        rows: the texts of each.
+        place_of: from a row's number, counted from 0, to where it is.
+    """
     filled = [texts for texts in rows if not any(map(is_blank, texts))]
     if halves := [i for i, texts in enumerate(rows) if any(map(is_blank, texts)) and "".join(texts).strip()]:
         message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
@@ -146,10 +159,13 @@ def missing_column(place: str, record: dict[str, Any], column: str, named_by: st
     return ValueError(f"{place}: there is no column {column!r}; its columns are {there}{advice}")
 
 
-def has_text(path: str | os.PathLike, column: str) -> bool:
-    """Say whether a table's first row has a text in a column; errors as for `read_columns`."""
-    first = next(read_records(Path(path)), None)
-    return first is not None and isinstance(column_value(first.values, column), str)
+def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:
+    """Say whether rows have texts in a column: the first has one, blank or not, and not all are blank."""
+    found = (column_value(row, column) for row in rows)
+    first = next(found, None)
+    if not isinstance(first, str):
+        return False
+    return any(isinstance(text, str) and not is_blank(text) for text in itertools.chain([first], found))
 
 
 def column_value(record: dict[str, Any], name: str) -> Any:

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from hf_attn_variants.text_files import has_text, is_table, read_columns, read_lines, read_pairs
+from hf_attn_variants.text_files import has_texts, is_table, read_columns, read_lines, read_pairs
 from hf_attn_variants.training.pretraining.text_stream import TextFile
 
 
@@ -95,6 +95,11 @@ def test_tables_give_their_columns(write, name, text):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
+def test_a_table_whose_rows_are_all_half_blank_is_named(write):
+    with pytest.raises(ValueError, match=r"a.csv: no row has a text in each of the columns s, t"):
+        read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))
+
+
 def test_a_dot_leads_into_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
     assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
@@ -106,7 +111,9 @@ def test_blank_rows_stay_where_they_are_wanted(write):
     lines, table = write("a.txt", "one\n\ntwo\n"), write("a.csv", "s,t\none,1\n,2\n")
     assert read_lines([lines], keep_blank=True) == ["one", "", "two"]
     assert read_columns([table], ["s"], keep_blank=True) == [("one",), ("",)]
-    assert has_text(table, "t") and not has_text(table, "u")
+    assert has_texts([{"t": "1"}, {}], "t") and has_texts([{"t": ""}, {"t": "2"}], "t")
+    for rows in ([], [{"u": "1"}], [{"t": None}, {"t": "2"}], [{"t": ""}, {"t": " "}, {"t": None}]):
+        assert not has_texts(rows, "t")
     with pytest.raises(ValueError, match="is empty"):
         read_lines([write("b.txt", "\n \n")], keep_blank=True)
     with pytest.raises(ValueError, match="is empty"):

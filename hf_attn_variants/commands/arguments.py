@@ -58,7 +58,7 @@ def settings_parser(settings: type[Settings], script: str, description: str, epi
 def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     """Return what argparse is told of a field."""
     shown = {"help": each.metadata["help"]}
-    if annotation is bool and each.default is None:  # what it is then, the settings say
+    if each.metadata["on_or_off"]:  # what it is without either, the settings say
         return {**shown, "action": OnOrOff, "default": None}
     if annotation is bool:
         return {**shown, "action": "store_true"}

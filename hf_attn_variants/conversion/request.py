@@ -53,7 +53,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16
 
 @dataclass
 class ConversionRequest:
-    """What a user asks of a conversion; all that can be checked without the source is."""
+    """What a user asks of a conversion; made only if it can be asked of some source."""
 
     num_key_value_heads: int | None
     asked_method: str | ConversionMethod | None

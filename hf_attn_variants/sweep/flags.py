@@ -84,7 +84,10 @@ class CommandFlags:
             values = value if isinstance(value, list) else [value]
             if not values:
                 raise ValueError(f"`{name}` of `attn-variants {self.command}` is an empty list: give a value, or null")
-            return [f"--{name}", *(word for each in values for word in self._found(name, self._word(name, each)))]
+            found = [self._word(name, each) for each in values]
+            if name.endswith("_file"):
+                found = [path for word in found for path in self._files(name, word)]
+            return [f"--{name}", *found]
         word = self._word(name, value)
         return [f"--{name}={word}"] if word.startswith("-") else [f"--{name}", word]
 
@@ -100,9 +103,9 @@ class CommandFlags:
             raise ValueError(f"`{name}` of `attn-variants {self.command}` takes text or a number, got {value!r}")
         return str(value)
 
-    def _found(self, name: str, word: str) -> list[str]:
+    def _files(self, name: str, word: str) -> list[str]:
         """Return the files that a pattern names, as a shell does."""
-        if not any(each in word for each in PATTERN) or word.startswith(("{", "[")):
+        if not any(each in word for each in PATTERN):
             return [word]
         found = sorted(glob.glob(word))
         if not found:

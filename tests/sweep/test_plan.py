@@ -118,6 +118,18 @@ def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
     assert "--cpu" not in dry_run(content)[1][1]
 
 
+def test_a_pattern_is_filled_in_of_files_alone(dry_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("C1", "C#", "questions", "score 1"):
+        (tmp_path / name).touch()
+    flags = {"labels": ["C#", "C*", "?"], "text_columns": ["question?"], "train_file": ["C?"], "validation_file": "C#"}
+    flags = {"model_name_or_path": "m", **flags, "label_column": "score [0-5]"}
+    words = dry_run({"command": "classify", "flags": flags, "variants": {"a": {}}})[0][1]
+    at, files = words.index("--labels"), words.index("--train_file")
+    assert words[at + 1 : at + 4] == ["C#", "C*", "?"] and words[files + 1 : files + 3] == ["C#", "C1"]
+    assert value_of(words, "text_columns") == "question?" and value_of(words, "label_column") == "score [0-5]"
+
+
 YAML = """
 title: ${WHAT} on text
 command: pretrain

@@ -104,6 +104,8 @@ def test_two_hundred_labels_are_classes():
         (" a b ", None, "a b"),
         ("a; b;c", ";", ("a", "b", "c")),
         ("a  b", " ", ("a", "b")),
+        ("New York\tParis", "\t", ("New York", "Paris")),
+        ("New York\u00a0Paris Rome", "\u00a0", ("New York", "Paris Rome")),
         (" ", ";", ()),
         ("", None, None),
         (None, None, None),
@@ -438,11 +440,10 @@ def test_a_run_that_only_evaluates_has_the_models_labels(load):
 
 @pytest.fixture
 def load_source(monkeypatch):
-    def call(splits, *flags):
+    def call(splits, *flags, config=NO_CLASSIFIER):
         monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: DatasetDict(splits))
-        return load_classification_data(
-            parse_args(["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]), NO_CLASSIFIER
-        )
+        argv = ["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]
+        return load_classification_data(parse_args(argv), config)
 
     return call
 
@@ -459,6 +460,20 @@ def test_names_of_classes_come_with_a_datasets_source(load_source):
     found = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
     assert found.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(found.splits) == ["train", "validation"]
     assert found.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
+
+
+def test_the_numbers_of_a_source_count_where_the_model_names_no_class(load_source):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    rows, only = (
+        Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features),
+        ("--num_train_epochs", "0"),
+    )
+    found = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
+    assert found.scheme.names == ("neg", "pos") and found.splits["validation"].data["label"][:] == [1, 0]
+    with pytest.raises(ValueError, match="the label 'pos' is none of '0', '1', '2'"):
+        load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1", "LABEL_2"]))
+    found = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
+    assert found.splits["validation"].data["label"][:] == [0, 1]
 
 
 def test_a_datasets_source_that_is_wrong_is_refused(load_source):

@@ -69,6 +69,19 @@ def test_several_labels_a_row_are_scored_as_scikit_learn_does():
     assert many.chosen.sum() == (found.probabilities > 0.2).sum() > said
 
 
+def test_one_label_that_a_row_may_have_is_scored_as_that_label():
+    """scikit-learn takes one column for two classes, and averages over having the label and not having it."""
+    labels = [[float(i < 8)] for i in range(40)]
+    for chosen, f1 in (([0] * 40, 0.0), ([1] * 10 + [0] * 30, 2 * 8 / 18)):
+        values, details = scored(MULTI_LABEL, ("spam",), [[4.0 * one - 2] for one in chosen], labels)
+        assert values["f1_micro"] == values["f1_macro"] == pytest.approx(f1)
+        assert values["accuracy"] == pytest.approx(
+            np.mean([one == label for one, [label] in zip(chosen, labels, strict=True)])
+        )
+        spam = details["per_class"]["spam"]
+        assert (spam["support"], spam["predicted"]) == (8, sum(chosen)) and spam["recall"] == min(sum(chosen), 8) / 8
+
+
 def test_a_regression_is_scored():
     scheme, found, labels = made(REGRESSION, 0)
     values = score(scheme, found, labels)
@@ -78,7 +91,13 @@ def test_a_regression_is_scored():
     assert values["pearson"] == pytest.approx(np.corrcoef(found.chosen, labels)[0, 1])
     ranks = [np.argsort(np.argsort(each)) for each in (found.chosen, labels)]
     assert values["spearmanr"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    assert not greater_is_better("rmse") and not greater_is_better("mae") and greater_is_better("pearson")
+
+
+def test_the_names_of_losses_and_errors_are_known():
+    falling = "loss loss_mm perplexity mean_perplexity ppl wer WER cer ter mer wil mse rmse mae mase mape smape "
+    falling += "brier_score cer_score cross_entropy retrieval_error error_rate head_distance"
+    assert not any(map(greater_is_better, falling.split()))
+    assert all(map(greater_is_better, "pearson f1 accuracy bleu score meteor exact_match character per".split()))
 
 
 def scored(kind, names, logits, labels):

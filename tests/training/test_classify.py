@@ -320,6 +320,18 @@ def test_labels_that_are_not_read_are_told(run, sorts, caplog):
     assert "column 'kind of $' may have labels, and is not read: --label_column 'kind of $' scores" in caplog.text
 
 
+def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, tmp_path, caplog):
+    train, dev, _, _ = sorts
+    _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
+    rows = [("a cat", "animal", 5), ("a mat", "thing", 4)]
+    test = write_csv(tmp_path / "new.csv", ("what is said", "target", "rating"), rows)
+    results, _ = run(None, None, "--num_train_epochs", 0, model=out, out="new", test=test)
+    assert "test_accuracy" not in results and results["test_samples"] == 2
+    assert "column 'target' may have labels, and is not read: --label_column 'target' scores" in caplog.text
+    named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
+    assert "test_accuracy" in named
+
+
 def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplog):
     table = write_csv(tmp_path / "t.csv", ("text", "label"), [("a cat", "x")] * 20 + [("a dog", "y")] * 20)
     taken = "--max_train_samples", 10, "--max_train_steps", 1

@@ -218,7 +218,12 @@ def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
 def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
     shutil.copytree(glue / "STS-B", tmp_path / "stsb", ignore=shutil.ignore_patterns("train.tsv"))
     flags = ["--num_train_epochs", 0, "--data_dir", tmp_path / "stsb", "--group_by_length"]
-    without, out = run("stsb", *flags)
+    with pytest.raises(
+        ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts; .* saved as Bert"
+    ):
+        run("stsb", *flags, output_dir=tmp_path / "no_head")
+    _, trained = run("stsb", "--max_train_steps", 1, output_dir=tmp_path / "trained")
+    without, out = run("stsb", *flags, model=trained)
     assert without["steps"] == without["train_samples"] == 0 and (out / "predictions_STS-B.tsv").is_file()
     with pytest.raises(OSError, match=r"train\.tsv: no such file"):
         run("stsb", *flags, "--max_train_steps", 1, output_dir=tmp_path / "other")

@@ -165,6 +165,13 @@ def test_a_finished_model_knows_its_columns(run, files, tmp_path, caplog):
         again, _ = run("--num_train_epochs", 0, model=out, out="again", train=None, dev=None, test=odd)
     assert again["test_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
     assert f"as in {out / 'all_results.json'}: --context_column 'about' --question_column 'asked'" in caplog.text
+    # What is called as answers often are is something else where that column is not there.
+    odd.write_text(
+        "".join(json.dumps(row | {"is": None, "label": "easy"}) + "\n" for row in rows).replace('"is": null, ', "")
+    )
+    alone, _ = run("--num_train_epochs", 0, model=out, out="alone", train=None, dev=None, test=odd)
+    assert "test_accuracy" not in alone and alone["test_samples"] == len(rows)
+    assert "test: column 'label' may have answers, and is not read: --answer_column 'label' scores" in caplog.text
 
 
 def test_a_resumed_run_ends_with_the_same_bits(run):

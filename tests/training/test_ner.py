@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from transformers import AutoModelForTokenClassification
@@ -70,8 +71,11 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def test_words_that_are_cut_off_are_tagged_o(run):
-    results, out = run("--num_train_epochs", 0, "--max_length", 4)
+def test_words_that_are_cut_off_are_tagged_o_and_told(run, caplog):
+    results, out = run("--max_train_steps", 1, "--max_length", 4)
+    for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # of four to six words, two are read
+        said = rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens: their last words, (\d+),"
+        assert re.search(said, caplog.text) and int(re.search(said, caplog.text)[1]) > words // 2
     tagged = read_conll(out / "predictions_dev.txt")
     assert all(set(tags[2:]) == {"O"} and len(tags) == len(words) for words, tags in tagged)
     assert 0 <= results["eval_accuracy"] < 1
@@ -131,6 +135,37 @@ def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
         run("--max_train_steps", 3, "--test_file", tmp_path / "other.txt", out="other")
 
 
+def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
+    """Other tags than its own, as many or more, are an error: neither are outputs renamed nor is a head made anew."""
+    _, out = run("--max_train_steps", 2)
+    rows = list(sentences())
+    for text in ("Ann B-ABC\nleft O\nRome B-LOC\n", "Ann B-PER\nleft B-ORG\n"):
+        (tmp_path / "odd.txt").write_text(text)
+        said = r"the dev tag 'B-(ABC|ORG)' of '\w+' \(Ann left.*\) is none of B-LOC, B-PER"
+        with pytest.raises(ValueError, match=said):
+            run("--num_train_epochs", 0, "--validation_file", tmp_path / "odd.txt", model=out, out="odd")
+    few = write(tmp_path / "few.txt", [row for row in rows if len(row) == 4])
+    _, again = run("--num_train_epochs", 0, "--validation_file", few, model=out, out="again")
+    names = [AutoModelForTokenClassification.from_pretrained(folder).config.id2label for folder in (out, again)]
+    assert names[0] == names[1]
+
+
+def test_a_model_without_a_trained_head_is_not_evaluated(run):
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words; .* was saved as Bert"):
+        run("--num_train_epochs", 0)
+
+
+def test_a_run_with_other_tags_is_another_run(run, tmp_path):
+    flags = ["--max_train_steps", 2, "--checkpointing_steps", 1]
+    for name in ("B-AAA", "B-ZZZ"):
+        (tmp_path / f"{name}.txt").write_text(f"Ann {name}\nleft O\n")
+    run(*flags, "--validation_file", tmp_path / "B-ZZZ.txt")
+    with pytest.raises(
+        ValueError, match=r"cannot resume exactly from .*: tags of the model was .*B-ZZZ.* and is .*B-AAA"
+    ):
+        run(*flags, "--validation_file", tmp_path / "B-AAA.txt", "--resume_from_checkpoint", "latest")
+
+
 def test_a_tag_that_nothing_teaches_is_told(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
@@ -165,7 +200,7 @@ def test_labels_that_differ_only_in_case_stay_apart(tiny_bert, tmp_path):
 def test_an_overwritten_folder_keeps_no_predictions_of_another_run(run, tiny_bert, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/predictions_other.txt").write_text("a O\n")
-    _, out = run("--num_train_epochs", 0, "--overwrite_output_dir")
+    _, out = run("--max_train_steps", 1, "--overwrite_output_dir")
     assert not (out / "predictions_other.txt").exists() and (out / "predictions_test.txt").exists()
 
 

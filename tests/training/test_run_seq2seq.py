@@ -160,12 +160,13 @@ def test_a_run_of_an_earlier_version_goes_on():
     assert (values["source_column"], values["target_column"]) == ("source", "target")
 
 
+@pytest.mark.parametrize("blank", [{}, {"target": ""}, {"target": " "}], ids=["none", "empty", "a space"])
 @pytest.mark.parametrize("kind", ["lines", "table", "dataset"])
-def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind):
+def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind, blank):
     (tmp_path / "test.txt").write_text("one\n\ntwo\n")
     folder = tmp_path / "dataset"
     folder.mkdir()
-    rows = [{"source": text, "number": i} for i, text in enumerate(["one", "", "two"])]
+    rows = [{"source": text, "number": i, **blank} for i, text in enumerate(["one", "", "two"])]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {
         "lines": ["--test_source_file", tmp_path / "test.txt"],
@@ -176,6 +177,35 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
+
+
+@pytest.mark.parametrize("kind", ["table", "dataset"])
+def test_rows_with_a_blank_side_are_left_out_and_told(tmp_path, caplog, kind):
+    """A no-break space is a text; the same rows of a table and of a dataset."""
+    pairs = [("one", ""), ("\u00a0", "zwei"), ("", "drei"), ("four", "vier")]
+    rows = "".join(json.dumps({"source": one, "target": other}) + "\n" for one, other in pairs)
+    for name in ("train", "validation", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    files = [
+        part for name in ("train", "validation", "test") for part in (f"--{name}_file", tmp_path / f"{name}.jsonl")
+    ]
+    flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
+    splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
+    assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
+    assert caplog.text.count("2 of 4 rows are left out, for one of their texts is blank") == 3
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+@pytest.mark.parametrize("kind", ["table", "dataset"])
+def test_a_split_without_targets_is_one_error(tmp_path, kind, name):
+    for each in ("train", "validation"):
+        target = "" if each == name else "x"
+        (tmp_path / f"{each}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
+    files = [part for each in ("train", "validation") for part in (f"--{each}_file", tmp_path / f"{each}.jsonl")]
+    flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
+    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
+    with pytest.raises(ValueError, match=rf"{name}.* (no row has a text in each|has no row of text)"):
+        load_seq2seq_data(args)
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])

@@ -147,7 +147,7 @@ def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
     monkeypatch.setattr(trained, "push_trained", fail)
     file = write_questions(run.out.with_name("test.json"))
     with pytest.raises(OSError, match="no network"):
-        run("--num_train_epochs", 0, "--push_to_hub", "--test_file", file)
+        run("--max_train_steps", 1, "--push_to_hub", "--test_file", file)
     assert {"all_results.json", "predictions_test.json"} <= {path.name for path in run.out.iterdir()}
 
 
@@ -155,6 +155,10 @@ def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
     ("more", "message"),
     [
         (["--max_length", 100], "--max_length 100 is too long: the model has 64 positions"),
+        (
+            ["--max_length", 64, "--pad_to_multiple_of", 48],
+            "48 pads texts of --max_length 64 to 96 tokens: the model has 64",
+        ),
         (["--doc_stride", 20], "leaves 13 tokens for the context .* --doc_stride 20 must be less"),
         (["--doc_stride", -1], "--doc_stride must be at least 0"),
         (["--max_query_length", 30], "leaves 0 tokens for the context"),

@@ -4,8 +4,9 @@ import textwrap
 
 import pytest
 import sacrebleu
+from fixtures.uptraining import make_t5, make_text
 
-from hf_attn_variants.commands.seq2seq import parse_args
+from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
 from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts, text_metric
 from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
@@ -116,6 +117,32 @@ def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path
     twice = script("twice", '{"bleu": 1.0}')
     with pytest.raises(ValueError, match="two values would be called 'bleu'"):
         load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", "bleu", twice]))
+
+
+@pytest.mark.parametrize(
+    "value, flags, best, said",
+    [
+        ("wer", [], 2, "lowest wer; where the highest are better, give --greater_is_better"),
+        ("letters", [], 3, "highest letters; where the lowest are better, give --no-greater_is_better"),
+        ("letters", ["--no-greater_is_better"], 2, ""),
+        ("wer", ["--greater_is_better"], 3, ""),
+    ],
+)
+def test_the_best_weights_of_a_metric_of_evaluate(script, tmp_path, caplog, value, flags, best, said):
+    # Tried once, then of three steps, then of the best weights.
+    values = '{"%s": [0.0, 2.0, 1.0, 3.0, 3.0][(self.__dict__.setdefault("n", []).append(0) or len(self.n)) - 1]}'
+    source, target = make_text(tmp_path)
+    argv = [make_t5(tmp_path / "t5"), "--source_file", source, "--target_file", target, "--max_length", 8]
+    argv += ["--validation_source_file", source, "--validation_target_file", target, "--output_dir", tmp_path / "out"]
+    argv += ["--metrics", script(f"{value}_{len(flags)}", values % value), "--metric_for_best_model", value]
+    argv += ["--max_train_steps", 3, "--eval_steps", 1, "--max_eval_samples", 4, "--cpu", "--disable_tqdm", *flags]
+    assert main(parse_args(list(map(str, argv))))["best_step"] == best
+    assert ("the best weights are" in caplog.text) == bool(said) and said in caplog.text
+
+
+def test_a_direction_without_a_metric_is_refused():
+    with pytest.raises(ValueError, match="--greater_is_better needs --metric_for_best_model or --early_stopping"):
+        parse_args(["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b", "--no-greater_is_better"])
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_resumed_run_shares_what_decides_its_weights():
     shared = {"model_name_or_path": "m", "output_dir": "o"}
     glue_settings = GlueSettings(task_name="stsb", **shared)
     always, best = (glue_settings.resume_values(with_best) for with_best in (False, True))
-    assert best.keys() - always.keys() == {"eval_steps", "max_eval_samples", "validation_file"}
+    assert best.keys() - always.keys() == {"eval_steps", "greater_is_better", "max_eval_samples", "validation_file"}
     assert {"seed", "learning_rate", "max_length", "group_by_length"} <= always.keys()
     assert not always.keys() & {"output_dir", "logging_steps", "cpu", "per_device_eval_batch_size"}
     text = Seq2SeqSettings(train_file=("a",), validation_file=("b", "c"), **shared)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective
-from ..engine.models import load_classifier, load_config
+from ..engine.models import check_trained_head, load_classifier, load_config
 from ..engine.settings import FineTuningSettings
 from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from .evaluation import EvalSet, LogitsEvaluator, classification_objective
@@ -56,10 +56,12 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         """
         fit_token_types(self.tokenizer, self.config)
         close_texts(self.tokenizer, self.config, pair)
-        check_max_length(self.settings.max_length, self.config, self.tokenizer, pair)
-        self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=self.settings.pad_to_multiple_of)
+        length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
+        check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
+        self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
 
     def load_model(self) -> PreTrainedModel:
+        check_trained_head(self.settings, self.config, "ForSequenceClassification", "classifies texts")
         model, self.label_map = load_classifier(
             self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
         )

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from ...table_files import row_place
 from ...text_files import column_names, column_value
 from ...text_lines import is_blank
-from ..engine.recorded_columns import with_recorded_columns
+from ..engine.models import check_trained_head
+from ..engine.recorded_columns import absent_column, with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
     Source,
@@ -123,14 +124,16 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     first = next(iter(sources.values())).first
     given = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
+    lost = absent_column(settings, first.values, "label_column")
     settings = with_recorded_columns(settings, first.values, columns, ("threshold",))
-    text_columns, label_column = _columns(next(iter(sources.items())), settings)
+    text_columns, label_column = _columns(next(iter(sources.items())), settings, lost)
     read = {}
     for name, source in sources.items():
         column = check_column(name, source, label_column, "--label_column")
         read[name] = _read(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
-        scheme = _scheme_of_checkpoint(settings, config)
+        class_names = next((found for each in sources.values() if (found := each.class_names(label_column))), None)
+        scheme = _scheme_of_checkpoint(settings, config, class_names)
     else:
         scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
     if given is not None and scheme.problem_type != MULTI_LABEL:
@@ -162,12 +165,15 @@ def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
     return scheme.values(rows.cells, rows.where)
 
 
-def _columns(first: tuple[str, Source], settings: ClassificationSettings) -> tuple[tuple[str, ...], str | None]:
+def _columns(
+    first: tuple[str, Source], settings: ClassificationSettings, lost: str | None
+) -> tuple[tuple[str, ...], str | None]:
+    """Return the columns of texts and of labels; `lost` is that of the model's training, where it is not there."""
     name, source = first
     record = source.first
     given, label = settings.text_columns, settings.label_column
     texts = given or find_text_columns(record.values, record.names_place, label)
-    if label is None:
+    if label is None and (lost is None or name != "test"):
         label = find_label_column(record.values, record.names_place, texts, needed=name != "test")
     return texts, label
 
@@ -204,12 +210,12 @@ def _scheme_of_training(
     return LabelScheme(kind, names)
 
 
-def _scheme_of_checkpoint(settings: ClassificationSettings, config: PreTrainedConfig) -> LabelScheme:
+def _scheme_of_checkpoint(
+    settings: ClassificationSettings, config: PreTrainedConfig, class_names: Sequence[str] | None
+) -> LabelScheme:
     name: Any = settings.model_name_or_path
     numbered: Any = config.id2label or {}
-    if not any("ForSequenceClassification" in each for each in config.architectures or []):
-        saved = ", ".join(config.architectures or []) or "no class"
-        raise ValueError(f"--num_train_epochs 0 needs a model that classifies texts; {name} was saved as {saved}")
+    check_trained_head(settings, config, "ForSequenceClassification", "classifies texts")
     names = tuple(str(numbered[i]) for i in sorted(numbered))
     kind = settings.problem_type or config.problem_type
     if kind is None:
@@ -219,7 +225,8 @@ def _scheme_of_checkpoint(settings: ClassificationSettings, config: PreTrainedCo
             raise ValueError(f"{name} has {len(names)} outputs, and a regression has one")
         return LabelScheme(kind, ())
     if all(each == f"LABEL_{i}" for i, each in enumerate(names)):  # transformers' own, which say nothing
-        names = tuple(map(str, range(len(names))))
+        numbers = tuple(map(str, range(len(names))))
+        names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):
         raise ValueError(f"--labels has {len(settings.labels)}, and {name} classifies {len(names)}: {listed(names)}")
     return LabelScheme(kind, settings.labels or names)

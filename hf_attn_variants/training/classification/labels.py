@@ -46,7 +46,7 @@ def read_cell(value: Any, separator: str | None, where: str) -> Cell:
 
     Args:
         value: a text; of JSON and `datasets` also a number, true or false, a list of these, or None.
-        separator: what divides a row's labels in a text; None: it is one label.
+        separator: what divides a row's labels in a text, a space standing for any white space; None: it is one label.
         where: file, row and column.
 
     Raises:
@@ -55,7 +55,7 @@ def read_cell(value: Any, separator: str | None, where: str) -> Cell:
     if value is None:
         return None
     if isinstance(value, str) and separator is not None:
-        parts = value.split() if separator.isspace() else value.split(separator) if value.strip() else []
+        parts = value.split(None if separator == " " else separator) if value.strip() else []
         return _several([_text(part, where) for part in parts], where)
     if isinstance(value, list | tuple):
         return _several([_text(each, where) for each in value], where)

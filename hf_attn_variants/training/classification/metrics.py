@@ -80,10 +80,12 @@ def score(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -> dict[s
             "spearmanr": float(spearman(labels, found.chosen)),
         }
     labels = labels.astype(np.int64)
+    truth, chosen, ids = _as_classes(scheme, found, labels)
+    only = ids if len(ids) == 1 else None  # None: the classes that rows have
     values = {
-        "accuracy": float(accuracy_score(labels, found.chosen)),
-        "f1_macro": float(f1_score(labels, found.chosen, average="macro", zero_division=0.0)),
-        "f1_micro": float(f1_score(labels, found.chosen, average="micro", zero_division=0.0)),
+        "accuracy": float(accuracy_score(truth, chosen)),
+        "f1_macro": float(f1_score(truth, chosen, labels=only, average="macro", zero_division=0.0)),
+        "f1_micro": float(f1_score(truth, chosen, labels=only, average="micro", zero_division=0.0)),
     }
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
@@ -109,9 +111,9 @@ def score_details(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -
         return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
     labels = labels.astype(np.int64)
     several = scheme.problem_type == MULTI_LABEL
-    ids = list(range(len(scheme.names)))
+    truth, chosen, ids = _as_classes(scheme, found, labels)
     areas = _areas(scheme, found, labels)
-    counts = multilabel_confusion_matrix(labels, found.chosen, labels=ids)
+    counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
     per_class = {}
     for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
         per_class[name] = {
@@ -128,6 +130,18 @@ def score_details(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -
     if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
         details["undefined"] = {"roc_auc": _why_no_area(without, len(labels), len(ids), per_class)}
     return details
+
+
+def _as_classes(
+    scheme: LabelScheme, found: Predictions, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return true and predicted classes as scikit-learn takes them, and which of its classes the names are.
+
+    Of one label that a row may have, [rows, 1], it makes two classes: without it (0) and with it (1).
+    """
+    if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
+        return labels[:, 0], found.chosen[:, 0], [1]
+    return labels, found.chosen, list(range(len(scheme.names)))
 
 
 def _why_no_area(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:

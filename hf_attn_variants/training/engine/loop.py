@@ -24,7 +24,7 @@ from .checkpoints import (
     save_best_weights,
     save_checkpoint,
 )
-from .loop_settings import LoopSettings, greater_is_better
+from .loop_settings import LoopSettings
 from .losses import Objective
 from .outputs import save_bad_batch
 from .stop_signals import STOP_SIGNALS, StopSignals
@@ -359,7 +359,7 @@ class TrainingLoop:
 
     def _remember_best(self, value: float) -> None:
         settings, state = self.settings, self.state
-        sign = 1 if greater_is_better((settings.metric_for_best_model or "").removeprefix("eval_")) else -1
+        sign = 1 if settings.greater_is_better else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
             save_best_weights(self.accelerator, self.model, settings.output_dir)

@@ -12,7 +12,11 @@ from .settings import TrainingSettings
 __all__ = ["LoopSettings", "greater_is_better", "total_training_steps"]
 
 # The dev metrics that fall as a model gets better; all others rise.
-FALLING_METRICS = re.compile(r"loss(_mm)?|perplexity|cross_entropy|rmse|mae|\w+_(error|distance|divergence)")
+FALLING_METRICS = re.compile(
+    r"(\w+_)?(loss|perplexity|ppl|nll|cross_entropy|brier|[wctm]er|wil|r?mse|s?mape|mae|mase|error|distance|divergence)"
+    r"(_mm|_rate|_score)?",
+    re.IGNORECASE,
+)
 
 
 def greater_is_better(metric: str) -> bool:
@@ -27,6 +31,7 @@ class LoopSettings:
     Attributes:
         total_steps: optimiser steps.
         metric_for_best_model: the dev metric that tells the best weights, without "eval_".
+        greater_is_better: whether it rises as the model gets better.
         keep_best: whether the weights of the best evaluation are kept, and the run ends with them.
         fingerprint: what a resumed run must share beyond what the loop knows (see `TrainState`).
     """
@@ -43,6 +48,7 @@ class LoopSettings:
     resume_from_checkpoint: str | None = None
     early_stopping_patience: int | None = None
     metric_for_best_model: str | None = None
+    greater_is_better: bool = True
     keep_best: bool = False
     peak_tflops: float | None = None
     disable_tqdm: bool = False
@@ -73,9 +79,12 @@ class LoopSettings:
             ValueError: if the warm-up is longer than the run.
         """
         keep_best = settings.keeps_best_weights
+        metric = (settings.metric_for_best_model or default_metric).removeprefix("eval_")
+        rises = settings.greater_is_better
         own = {
             "total_steps": total_steps,
-            "metric_for_best_model": (settings.metric_for_best_model or default_metric).removeprefix("eval_"),
+            "metric_for_best_model": metric,
+            "greater_is_better": greater_is_better(metric) if rises is None else rises,
             "keep_best": keep_best,
             "fingerprint": {
                 **fingerprint,

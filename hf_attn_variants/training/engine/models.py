@@ -23,10 +23,11 @@ from ...conversion.checkpoint.loading import reading_checkpoint
 from ...conversion.checkpoint.source import check_source
 from ...modeling.fields.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
-from .settings import ModelSettings, NewModelSettings, OutputSettings
+from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings
 
 __all__ = [
     "LabelMap",
+    "check_trained_head",
     "enable_gradient_checkpointing",
     "load_classifier",
     "load_config",
@@ -92,6 +93,24 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config
+
+
+def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, does: str) -> None:
+    """Check that a run which only evaluates has a model whose head was trained.
+
+    Args:
+        settings: of the run.
+        config: of the model.
+        head: how its class is called: "ForTokenClassification".
+        does: what such a model does, for the message.
+
+    Raises:
+        ValueError: if the checkpoint was saved as another class: its head would be random.
+    """
+    if settings.only_evaluates and not any(head in each for each in config.architectures or []):
+        saved = ", ".join(config.architectures or []) or "no class"
+        name = settings.model_name_or_path
+        raise ValueError(f"--num_train_epochs 0 needs a model that {does}; {name} was saved as {saved}")
 
 
 def load_classifier(

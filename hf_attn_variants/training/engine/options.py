@@ -80,6 +80,7 @@ def option(
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     may_be_empty: bool = False,
+    on_or_off: bool = False,
 ) -> Any:
     """Make a field of a settings class.
 
@@ -92,6 +93,7 @@ def option(
         metavar: what stands for the value in `--help`.
         parse: from a flag's text to the value, where the field's type does not say it.
         may_be_empty: whether a flag of several values may have none.
+        on_or_off: whether there is a flag for False, too; for a setting that is True, False or None.
     """
     metadata = {
         "help": help,
@@ -101,6 +103,7 @@ def option(
         "metavar": metavar,
         "parse": parse,
         "may_be_empty": may_be_empty,
+        "on_or_off": on_or_off,
     }
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)

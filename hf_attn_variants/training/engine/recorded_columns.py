@@ -10,7 +10,7 @@ from ...files import RESULTS_NAME, load_json
 from ...text_files import has_column
 from .settings import FineTuningSettings
 
-__all__ = ["warn_of_other_length", "with_recorded_columns"]
+__all__ = ["absent_column", "warn_of_other_length", "with_recorded_columns"]
 
 logger = logging.getLogger(__name__)
 # What results of another program, or damaged ones, raise.
@@ -59,6 +59,25 @@ def with_recorded_columns(
         shown = " ".join(f"--{name} {_shown(value)}" for name, value in taken.items())
         logger.info("as in %s: %s", path, shown)
     return replace(settings, **taken)
+
+
+def absent_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
+    """Return the column that a model was trained with, where the run names none and a row lacks it; else None.
+
+    Another column that is called as such columns often are would be something else.
+
+    Args:
+        settings: those of a run, before `with_recorded_columns`.
+        first: the row, by column.
+        setting: the setting that names the column.
+    """
+    if getattr(settings, setting) is not None or (path := _results_of(settings)) is None:
+        return None
+    try:
+        column = _recorded(path).get(setting)
+    except UNREADABLE:
+        return None
+    return column if isinstance(column, str) and not has_column(first, column) else None
 
 
 def _shown(value: Any) -> str:

@@ -242,6 +242,12 @@ class OptimizationSettings(Settings):
     metric_for_best_model: str | None = option(
         "Keep the weights of the best evaluation by this dev metric instead of the last ones.", None
     )
+    greater_is_better: bool | None = option(
+        "Whether that metric rises as the model gets better (default: unless its name is that of a loss or an error).",
+        None,
+        resume=WITH_BEST_WEIGHTS,
+        on_or_off=True,
+    )
     early_stopping_patience: int | None = option(
         "Stop after N evaluations without a better dev metric; keeps the best weights.", None, range=AT_LEAST_1
     )
@@ -259,6 +265,8 @@ class OptimizationSettings(Settings):
     def check(self) -> None:
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
+        if self.greater_is_better is not None and not self.keeps_best_weights:
+            raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience")
         if self.num_warmup_steps is not None and self.warmup_ratio:
             raise ValueError("give --num_warmup_steps or --warmup_ratio, not both")
         if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":

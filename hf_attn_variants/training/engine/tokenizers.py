@@ -121,11 +121,20 @@ def check_max_length(
     tokenizer: PreTrainedTokenizerBase,
     pair: bool = False,
     flag: str = "max_length",
+    multiple: int | None = None,
 ) -> None:
     """Check that the model has a position for every token, and that text fits beside the special tokens.
 
+    Args:
+        max_length: tokens at which texts are cut.
+        config, tokenizer: of the model.
+        pair: whether texts are read as pairs.
+        flag: the flag of `max_length`, for messages.
+        multiple: of how many tokens batches are padded to a multiple; None: they are not.
+
     Raises:
-        ValueError: if `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.
+        ValueError: if `max_length`, or what a batch is padded to, is more than the model's or the tokenizer's maximum,
+            or no token is left for text.
     """
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
@@ -138,6 +147,11 @@ def check_max_length(
     if max_length > tokenizer.model_max_length:
         limit = tokenizer.model_max_length
         raise ValueError(f"--{flag} {max_length} is too long: the tokenizer allows {limit} tokens")
+    if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
+        raise ValueError(
+            f"--pad_to_multiple_of {multiple} pads texts of --{flag} {max_length} to {padded} tokens: the model has "
+            f"{positions} positions"
+        )
 
 
 def encode_words(

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...table_files import row_place
@@ -11,7 +11,7 @@ from ...text_files import column_value
 from ...text_lines import is_blank, is_unicode
 from ..classification.labels import read_cell
 from ..classification.splits import make_rows
-from ..engine.recorded_columns import with_recorded_columns
+from ..engine.recorded_columns import absent_column, with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
     Record,
@@ -99,8 +99,11 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
     """
     sources = read_sources(settings)
     name, source = next(iter(sources.items()))
+    lost = absent_column(settings, source.first.values, "answer_column")
     settings = with_recorded_columns(settings, source.first.values, COLUMNS)
     columns = find_columns(source.first.values, source.first.names_place, settings, needs_answer=name != "test")
+    if lost is not None and name == "test":
+        columns = replace(columns, answer=None)
     blank = settings.question_blank or columns.question_blank
     read = {name: _read(name, source, columns, blank) for name, source in sources.items()}
     answered = {name: rows for name, rows in read.items() if rows.are_answered(name)}
@@ -130,8 +133,11 @@ def _read(name: str, source: Source, columns: ChoiceColumns, blank: str | None) 
     rows = Rows(check_column(name, source, columns.answer, "--answer_column"))
     names = source.class_names(rows.answer_column)
     blanks: list[str] = []
+    if known := unread_answer(source.first.values, columns):  # the model was trained with another column
+        message = "%s: column %r may have answers, and is not read: --answer_column %r scores the predictions"
+        logger.warning(message, name, known, known)
     for record in source.records:
-        if unread := unread_answer(record.values, columns):
+        if (unread := unread_answer(record.values, columns)) not in (None, known):
             raise uneven_column(unread, source.first, record)
         context = None if columns.context is None else text_of(record, columns.context, "--context_column")
         question = None if columns.question is None else text_of(record, columns.question, "--question_column")

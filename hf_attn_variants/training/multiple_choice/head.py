@@ -8,7 +8,7 @@ from transformers import AutoModelForMultipleChoice, PreTrainedConfig, PreTraine
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING
 
 from ..engine.losses import Objective
-from ..engine.models import load_model
+from ..engine.models import check_trained_head, load_model
 from ..engine.settings import FineTuningSettings
 from ..engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
 from .choices import ChoiceCollator, ChoiceSplit, choice_logits, choice_objective, tokenize_choices
@@ -38,7 +38,7 @@ class ChoiceHead:
         self.settings, self.config = settings, config
         self.tokenizer = load_tokenizer(settings, config)
         fit_token_types(self.tokenizer, config)
-        check_max_length(settings.max_length, config, self.tokenizer, pair=True)
+        check_max_length(settings.max_length, config, self.tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
         self.collate = ChoiceCollator(self.tokenizer, settings.pad_to_multiple_of)
 
     def load_model(self) -> PreTrainedModel:
@@ -69,6 +69,4 @@ def _check_model(settings: FineTuningSettings, config: PreTrainedConfig) -> None
             f"{name} ({config.model_type}) has no multiple-choice head in transformers: take an encoder such as BERT, "
             "RoBERTa, ALBERT, ELECTRA or DistilBERT, or an encoder-decoder such as T5 or BART"
         )
-    if settings.only_evaluates and not any(HEAD in each for each in config.architectures or []):
-        saved = ", ".join(config.architectures or []) or "no class"
-        raise ValueError(f"--num_train_epochs 0 needs a model that was trained to choose; {name} was saved as {saved}")
+    check_trained_head(settings, config, HEAD, "was trained to choose")

@@ -92,7 +92,7 @@ class ChoiceWords:
             raise ValueError(f"{name} has no decoder_start_token_id: its decoder could not begin")
         logger.info("%s (%s) reads each question as text; its likeliest choice is the answer", name, config.model_type)
         check_end_token(settings, self.tokenizer)
-        check_max_length(settings.max_length, config, self.tokenizer)
+        check_max_length(settings.max_length, config, self.tokenizer, multiple=settings.pad_to_multiple_of)
         self.collate = WordedCollator(self.tokenizer, config.decoder_start_token_id, settings.pad_to_multiple_of)
 
     def load_model(self) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from ..engine.dataloaders import IGNORED_LABEL, prepare_eval_dataloader
 from ..engine.evaluation import Scores, run_rows
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
-from ..engine.models import load_classifier, load_config
+from ..engine.models import check_trained_head, load_classifier, load_config
 from ..engine.text_rows import hash_texts
 from ..engine.tokenizers import check_max_length, encode_words, fit_token_types, load_tokenizer
 from .data import Sentence, load_sentences
@@ -47,7 +47,7 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         self.config = load_config(settings)
         self.tokenizer = load_tokenizer(settings, self.config, words=True)
         fit_token_types(self.tokenizer, self.config, pairs=False)
-        check_max_length(settings.max_length, self.config, self.tokenizer)
+        check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
             self.splits[name] = self.splits[name][:limit]
@@ -56,17 +56,20 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         )
 
     def load_model(self) -> PreTrainedModel:
+        check_trained_head(self.settings, self.config, "ForTokenClassification", "tags words")
         labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}
         id2label: Any = self.config.id2label
         had = {str(name) for name in id2label.values()}
         if not self.settings.only_evaluates:
             self._warn_of_unlearned()
-        labels = had if labels <= had else labels | {"O"}  # a tagger may know more than these sentences have
+        # A tagger may know more than these sentences have. One that is only evaluated knows no other tag.
+        labels = had if self.settings.only_evaluates or labels <= had else labels | {"O"}
         model, _ = load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
         self.names: Any = model.config.id2label
         self.labels: Any = model.config.label2id
-        self._check_test_tags()
-        self.rows = [row for row, _ in map(self._encode, self.splits["train"])]
+        for split in ("validation", "test"):
+            self._check_tags(split)
+        self.rows, _ = self._encode_all("train")
         return model
 
     def _warn_of_unlearned(self) -> None:
@@ -79,12 +82,29 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
                     message = "no training sentence has the tag %r, which a dev sentence gives to %r (%.60s)"
                     logger.warning(message, tag, word, " ".join(words))
 
-    def _check_test_tags(self) -> None:
-        for words, tags in self.splits.get("test", ()):
+    def _check_tags(self, split: str) -> None:
+        name = {"validation": "dev"}.get(split, split)
+        for words, tags in self.splits.get(split, ()):
             for word, tag in zip(words, tags, strict=False):  # as many, or none
                 if tag not in self.labels:
                     there = ", ".join(sorted(self.labels))
-                    raise ValueError(f"the test tag {tag!r} of {word!r} ({' '.join(words):.60}) is none of {there}")
+                    raise ValueError(
+                        f"the {name} tag {tag!r} of {word!r} ({' '.join(words):.60}) is none of {there}: these are "
+                        "the model's"
+                    )
+
+    def _encode_all(self, split: str) -> tuple[list[dict[str, list[int]]], list[dict[int, int]]]:
+        """Return the tokens and the places of all sentences; warn of words that are cut off."""
+        length, found = self.settings.max_length, list(map(self._encode, self.splits[split]))
+        cut = [
+            len(words) - 1 - max(places, default=-1)
+            for (words, _), (row, places) in zip(self.splits[split], found, strict=True)
+            if len(row["input_ids"]) == length
+        ]
+        if any(cut):
+            message = "%s: %d of %d sentences have more than --max_length %d tokens: their last words, %d, are cut"
+            logger.warning(message, split, len(list(filter(None, cut))), len(found), length, sum(cut))
+        return [row for row, _ in found], [places for _, places in found]
 
     def _encode(self, sentence: Sentence) -> tuple[dict[str, list[int]], dict[int, int]]:
         """Return a sentence's tokens with their labels, -100 but at the first of a word, and the places of these."""
@@ -100,11 +120,11 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
 
     def make_evaluator(self, model: nn.Module) -> Scores:
         self.model = model
-        self.sets = {split: self._eval_set(self.splits[split]) for split in self.splits if split != "train"}
+        self.sets = {split: self._eval_set(split) for split in self.splits if split != "train"}
         return Scores(self._score)
 
-    def _eval_set(self, sentences: list[Sentence]) -> tuple[Any, ...]:
-        rows, places = zip(*map(self._encode, sentences), strict=True)
+    def _eval_set(self, split: str) -> tuple[Any, ...]:
+        rows, places = self._encode_all(split)
         lengths = [len(row["input_ids"]) for row in rows]
         return *prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate), places
 
@@ -130,7 +150,7 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         return tags, float(losses.sum() / max(counts.sum(), 1))
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"hash of the training data": _hash(self.splits["train"])}
+        return {"hash of the training data": _hash(self.splits["train"]), "tags of the model": sorted(self.labels)}
 
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": _hash(self.splits["validation"])}

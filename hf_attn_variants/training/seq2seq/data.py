@@ -1,7 +1,7 @@
 """Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are in `worded_tasks`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,17 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...table_files import read_records, row_place
-from ...text_files import check_unused, column_names, column_value, has_text, read_columns, read_lines, read_pairs
+from ...text_files import (
+    check_unused,
+    column_names,
+    column_value,
+    filled_rows,
+    has_texts,
+    read_columns,
+    read_lines,
+    read_pairs,
+)
+from ...text_lines import is_blank
 from ..engine.hub_datasets import load_splits
 from ..engine.recorded_columns import with_recorded_columns
 from ..engine.tokenizers import check_max_length
@@ -91,7 +101,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     metrics, names = _metrics(settings)  # first: others' code may fail
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
-        if name == "train" and settings.only_evaluates:
+        if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
             continue
         rows = _read_split(settings, name, prefix)
         if rows is not None:
@@ -99,7 +109,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
             splits[name] = Seq2SeqSplit(name, sources, references)
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
-        logger.warning("test: its first row has no text in column %r: it is not scored", _columns(settings)[1])
+        logger.warning("test: there is no text in column %r: it is not scored", _columns(settings)[1])
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
     results: dict[str, Any] = dict(zip(COLUMNS, _columns(settings), strict=True)) if reads_columns else {}
     if settings.source_prefix:
@@ -161,7 +171,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple
         return [(line,) for line in read_lines([source], keep_blank=True)]
     if table is not None:
         flags = "--source_column and --target_column"
-        if name == "test" and not has_text(table[0], columns[1]):
+        if name == "test" and not has_texts(_table_rows(table), columns[1]):
             return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
         return read_columns(table, columns, flags)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
@@ -173,7 +183,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     if split not in splits:
         return None
     unused = None
-    if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
+    if name == "test" and not has_texts(splits[split], columns[1]):
         columns, unused = columns[:1], columns[1]  # its targets are not public, as those of many test splits
     rows = []
     for number, row in enumerate(splits[split], start=1):
@@ -185,11 +195,17 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
                 f"{settings.dataset_name} ({split}), row {number}: no text in column {missing!r}; its columns are "
                 f"{', '.join(column_names(row))}: give others with --source_column and --target_column"
             )
-        if len(columns) == 1 or all(text.strip() for text in texts):
-            rows.append(texts)
-    if not any(text.strip() for texts in rows for text in texts):
-        raise ValueError(f"{settings.dataset_name} ({split}) has no row of text")
+        rows.append(texts)
+    place = f"{settings.dataset_name} ({split})"
+    if len(columns) > 1:
+        rows = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+    if all(is_blank(text) for texts in rows for text in texts):
+        raise ValueError(f"{place} has no row of text")
     return rows
+
+
+def _table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    return (record.values for path in paths for record in read_records(Path(path)))
 
 
 def check_encoder_decoder(settings: Seq2SeqSettings, config: PreTrainedConfig) -> None:
@@ -211,7 +227,7 @@ def check_seq2seq_lengths(
     if config.decoder_start_token_id is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
     for name in ("max_length", "max_target_length"):
-        check_max_length(getattr(settings, name), config, tokenizer, flag=name)
+        check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
 
 
 def warn_of_cuts(

@@ -1,6 +1,7 @@
 """Training on text to text: its rows, its encoder-decoder, its decoding and its metrics."""
 
 import json
+import logging
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,6 +12,7 @@ from ...languages import set_languages
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
+from ..engine.loop_settings import greater_is_better
 from ..engine.losses import Objective, label_objective, target_logits
 from ..engine.new_model import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
@@ -24,10 +26,13 @@ from .data import (
     with_recorded_texts,
 )
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix
+from .metrics import TEXT_METRICS
 from .settings import Seq2SeqSettings
 from .worded_tasks import load_task
 
 __all__ = ["Seq2SeqFineTuning"]
+
+logger = logging.getLogger(__name__)
 
 
 class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
@@ -70,6 +75,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
         self.shown_metrics = metrics
+        self._warn_of_direction()
 
     def _choose_splits(self) -> None:
         settings, splits = self.settings, self.data.splits
@@ -86,6 +92,20 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
             if getattr(self.settings, name) is not None and "dev" not in self.data.splits:
                 raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
+
+    def _warn_of_direction(self) -> None:
+        """Say which weights are the best where a metric of others decides."""
+        settings = self.settings
+        metric = (settings.metric_for_best_model or self.main_metric).removeprefix("eval_")
+        ours = {"loss", *(name for each in TEXT_METRICS.values() for name in each.names)}
+        if settings.task_name is not None or metric in ours:
+            return
+        if settings.keeps_best_weights and settings.greater_is_better is None:
+            rises = greater_is_better(metric)
+            logger.warning(
+                "the best weights are those with the %s %s; where the %s are better, give --%sgreater_is_better",
+                "highest" if rises else "lowest", metric, "lowest" if rises else "highest", "no-" if rises else "",
+            )  # fmt: skip
 
     def load_model(self) -> PreTrainedModel:
         model = load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)

@@ -12,7 +12,7 @@ from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, shown_metrics
 from ..engine.losses import Objective
-from ..engine.models import load_config, load_model
+from ..engine.models import check_trained_head, load_config, load_model
 from ..engine.tokenizers import fit_token_types, load_tokenizer
 from .answers import Prediction, nbest_entries
 from .data import Question, hash_questions, load_squad
@@ -40,6 +40,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         super().__init__(settings, accelerator)
         self.name = "SQuAD v2.0" if settings.version_2_with_negative else "SQuAD v1.1"
         self.config = load_config(settings)
+        check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
         self.tokenizer = load_tokenizer(settings, self.config)
         fit_token_types(self.tokenizer, self.config)
         self.stride = checked_stride(settings, self.config, self.tokenizer)

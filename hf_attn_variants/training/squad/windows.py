@@ -59,7 +59,7 @@ def checked_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
             f"{type(tokenizer).__name__} does not say where its tokens stand in the text; a fast tokenizer (with a "
             "tokenizer.json) does"
         )
-    check_max_length(settings.max_length, config, tokenizer, pair=True)
+    check_max_length(settings.max_length, config, tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
     room = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
     if room < 1 or room <= (settings.doc_stride or 0):
         rule = "give a smaller --max_query_length"

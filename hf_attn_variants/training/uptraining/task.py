@@ -108,7 +108,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         pairs = not self.reads.is_target and self.data.pairs
         if self.reads is DecoderInput.SOURCE:
             close_texts(self.tokenizer, self.config, pairs)
-        check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
+        check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
