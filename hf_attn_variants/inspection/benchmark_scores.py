@@ -137,6 +137,9 @@ def _run(folder: Path) -> Run | str:
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"its scores are of the first {arguments['max_eval_samples']} rows of the dev set alone"
+    undefined = [name for name in _metrics(results, BENCHMARKS[benchmark][task]) if results.get(name, 0) is None]
+    if undefined:
+        return f"{undefined[0]} is not defined on its dev set, as of predictions that are all the same"
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
@@ -144,15 +147,20 @@ def _run(folder: Path) -> Run | str:
 
 
 def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
-    """Return a task's score: the mean of its metrics, and of MNLI's two dev sets where both were evaluated."""
-    second = [f"{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
+    """Return a task's score: the mean of its metrics."""
     values: list[float] = []
-    for name in (*metrics, *second):
-        value = results.get(f"eval_{name}")
+    for name in _metrics(results, metrics):
+        value = results.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{folder / RESULTS_NAME}: eval_{name} must be a number, got {value!r}")
+            raise ValueError(f"{folder / RESULTS_NAME}: {name} must be a number, got {value!r}")
         values.append(value)
     return statistics.fmean(values)
+
+
+def _metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
+    """Return what a task's metrics are called in results, those of MNLI's second dev set where that was evaluated."""
+    second = [f"eval_{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
+    return [*(f"eval_{name}" for name in metrics), *second]
 
 
 def model_scores(runs: Sequence[Run], benchmark: str) -> list[ModelScores]:

@@ -5,6 +5,7 @@ import contextlib
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -107,7 +108,7 @@ class CommandFlags:
         """Return the files that a pattern names, as a shell does."""
         if not any(each in word for each in PATTERN):
             return [word]
-        found = sorted(glob.glob(word))
+        found = sorted(glob.glob(os.path.expanduser(word)))
         if not found:
             raise ValueError(f"`{name}`: no file is called {word}")
         return found

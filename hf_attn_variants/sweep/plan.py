@@ -109,7 +109,7 @@ def check_files(run: Run) -> None:
         for word in words:
             if word.startswith("--"):
                 flag = word.removeprefix("--")
-            elif flag.endswith(("_file", "_dir")) and not Path(word).exists():
+            elif flag.endswith(("_file", "_dir")) and not Path(word).expanduser().exists():
                 raise OSError(f"{run.contestant!r}: `{flag}`: no such file or folder: {word}")
 
 

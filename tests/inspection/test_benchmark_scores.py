@@ -104,11 +104,18 @@ def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
         ValueError, match=r"first and .*second are both of glue cola, the model ./bert and seed 1: give"
     ):
         average(first, write("second", "cola", matthews_correlation=0.6))
-    with pytest.raises(ValueError, match=r"eval_matthews_correlation must be a number, got None"):
-        average(write("nothing", "cola", matthews_correlation=None))
+    with pytest.raises(ValueError, match=r"eval_matthews_correlation must be a number, got .high."):
+        average(write("nothing", "cola", matthews_correlation="high"))
     with pytest.raises(ValueError, match=r"no folder has the results of a GLUE or SuperGLUE task \(.*squad: its run"):
         average(write("squad", "squad", f1=1.0))
     with pytest.raises(OSError, match="nowhere: no such folder"):
         average(tmp_path / "nowhere")
     assert cli.main(["average", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_a_score_that_is_not_defined_leaves_its_run_out(write, capsys):
+    constant = write("one", "stsb", pearson=None, spearmanr=0.5)
+    found = average(constant, write("two", "rte", accuracy=0.6))
+    assert found["left_out"][str(constant)].startswith("eval_pearson is not defined on its dev set")
+    assert list(found["glue"][0]["tasks"]) == ["rte"] and "left out: " in capsys.readouterr().out

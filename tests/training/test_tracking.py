@@ -14,7 +14,12 @@ from hf_attn_variants.training.engine.tracking import RunLog, plot_curves, save_
 
 @pytest.mark.parametrize(
     ("given", "written"),
-    [("runs/bert", "./runs/bert"), ("google-bert/bert-base-uncased", "google-bert/bert-base-uncased")],
+    [
+        ("runs/bert", "./runs/bert"),
+        ("./runs/bert", "./runs/bert"),
+        ("runs/bert/", "./runs/bert"),
+        ("google-bert/bert-base-uncased", "google-bert/bert-base-uncased"),
+    ],
 )
 def test_a_folder_does_not_read_like_a_hub_id(given, written, tmp_path, monkeypatch):
     (tmp_path / "runs/bert").mkdir(parents=True)

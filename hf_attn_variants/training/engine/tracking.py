@@ -105,7 +105,7 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
     for name in HUB_IDS:
         given = arguments.get(name)
         if given is not None and not Path(given).is_absolute() and Path(given).is_dir():
-            arguments[name] = f"./{given}"  # "runs/bert" would read like a Hub id elsewhere
+            arguments[name] = f"./{Path(given)}"  # "runs/bert" would read like a Hub id elsewhere
     record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": library_versions()}
     atomic_write(path, json.dumps(_finite(record), indent=2, default=str) + "\n")
 
