@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Tied weights are saved once and tied again when they are loaded: accelerate's warning at each save says no more.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
+# Parts of a fingerprint that checkpoints of earlier versions lack: their runs go on.
+LATER_PARTS = ("tags of the model",)
 
 
 @dataclass
@@ -254,6 +256,7 @@ def load_checkpoint(
 
 
 def _changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    saved = {key: now[key] for key in LATER_PARTS if key in now} | saved
     return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
 
 
