@@ -133,8 +133,9 @@ def filled_rows(
         rows: the texts of each.
         place_of: from a row's number, counted from 0, to where it is.
     """
-    filled = [texts for texts in rows if not any(map(is_blank, texts))]
-    if halves := [i for i, texts in enumerate(rows) if any(map(is_blank, texts)) and "".join(texts).strip()]:
+    blank = [[*map(is_blank, texts)] for texts in rows]
+    filled = [texts for texts, are_blank in zip(rows, blank, strict=True) if not any(are_blank)]
+    if halves := [i for i, are_blank in enumerate(blank) if any(are_blank) and not all(are_blank)]:
         message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
         logger.warning(message, place, len(halves), len(rows), what, place_of(halves[0]))
     return filled

@@ -95,6 +95,15 @@ def test_tables_give_their_columns(write, name, text):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
+def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, caplog):
+    path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
+    assert read_columns([path], ("s", "t")) == [("one", "two")]
+    assert (
+        "1 of 3 rows are left out, for one of their texts is blank; the first is" in caplog.text
+        and "row 1" in caplog.text
+    )
+
+
 def test_a_table_whose_rows_are_all_half_blank_is_named(write):
     with pytest.raises(ValueError, match=r"a.csv: no row has a text in each of the columns s, t"):
         read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))

@@ -427,7 +427,6 @@ def test_a_run_that_only_evaluates_has_the_models_labels(load):
     alone = load({"test.csv": "text,other\na,b\n"}, *only, config=classifier(["b", "a"]))
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
-        (NO_CLASSIFIER, "--num_train_epochs 0 needs a model that classifies texts; model was saved as BertModel"),
         (classifier(["x", "y"]), r"dev.csv, line 2, row 1, column 'label': the label 'b' is none of 'x', 'y'"),
         (classifier(["x", "y"], REGRESSION), "model has 2 outputs, and a regression has one"),
     ):

@@ -328,6 +328,8 @@ def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, 
     results, _ = run(None, None, "--num_train_epochs", 0, model=out, out="new", test=test)
     assert "test_accuracy" not in results and results["test_samples"] == 2
     assert "column 'target' may have labels, and is not read: --label_column 'target' scores" in caplog.text
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts"):
+        run(None, None, "--num_train_epochs", 0, *TEXT, out="no_head", test=test)
     named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
     assert "test_accuracy" in named
 

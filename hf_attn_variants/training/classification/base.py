@@ -46,6 +46,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
+        check_trained_head(settings, self.config, "ForSequenceClassification", "classifies texts")
         self.tokenizer = load_tokenizer(settings, self.config)
 
     def fit_tokenizer(self, pair: bool) -> None:
@@ -61,7 +62,6 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
 
     def load_model(self) -> PreTrainedModel:
-        check_trained_head(self.settings, self.config, "ForSequenceClassification", "classifies texts")
         model, self.label_map = load_classifier(
             self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
         )

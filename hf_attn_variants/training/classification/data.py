@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 from ...table_files import row_place
 from ...text_files import column_names, column_value
 from ...text_lines import is_blank
-from ..engine.models import check_trained_head
 from ..engine.recorded_columns import absent_column, with_recorded_columns
 from ..engine.table_splits import (
     UNKNOWN,
@@ -215,7 +214,6 @@ def _scheme_of_checkpoint(
 ) -> LabelScheme:
     name: Any = settings.model_name_or_path
     numbered: Any = config.id2label or {}
-    check_trained_head(settings, config, "ForSequenceClassification", "classifies texts")
     names = tuple(str(numbered[i]) for i in sorted(numbered))
     kind = settings.problem_type or config.problem_type
     if kind is None:

@@ -42,7 +42,7 @@ class ChoiceColumns:
 
 
 def find_columns(
-    record: dict[str, Any], place: str, settings: MultipleChoiceSettings, needs_answer: bool
+    record: dict[str, Any], place: str, settings: MultipleChoiceSettings, needs_answer: bool, finds_answer: bool = True
 ) -> ChoiceColumns:
     """Return the columns that the settings name, and for others those of common names; case does not count.
 
@@ -50,6 +50,7 @@ def find_columns(
         record, place: a row, and where it is.
         settings: what is named.
         needs_answer: whether a row without a column of answers is an error.
+        finds_answer: False: answers are in the column that the settings name, or nowhere.
 
     Raises:
         ValueError: if there is none, or more than one choice; the message lists the columns that are there.
@@ -70,7 +71,9 @@ def find_columns(
     choices = settings.choices_columns or _find_choices(there, place, listed)
     for name in choices:
         there.pop(name.strip().lower(), None)
-    answer = settings.answer_column or one(ANSWERS, "answer", "--answer_column", needs_answer)
+    answer = settings.answer_column
+    if answer is None and finds_answer:
+        answer = one(ANSWERS, "answer", "--answer_column", needs_answer)
     context = settings.context_column or one(CONTEXTS, "context", "--context_column", False)
     question = settings.question_column or one(QUESTIONS, "question", "--question_column", False)
     if context is None and question is None:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...table_files import row_place
@@ -101,9 +101,8 @@ def load_choice_data(settings: MultipleChoiceSettings) -> ChoiceData:
     name, source = next(iter(sources.items()))
     lost = absent_column(settings, source.first.values, "answer_column")
     settings = with_recorded_columns(settings, source.first.values, COLUMNS)
-    columns = find_columns(source.first.values, source.first.names_place, settings, needs_answer=name != "test")
-    if lost is not None and name == "test":
-        columns = replace(columns, answer=None)
+    is_test, row = name == "test", source.first
+    columns = find_columns(row.values, row.names_place, settings, not is_test, not is_test or lost is None)
     blank = settings.question_blank or columns.question_blank
     read = {name: _read(name, source, columns, blank) for name, source in sources.items()}
     answered = {name: rows for name, rows in read.items() if rows.are_answered(name)}

@@ -45,6 +45,7 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
     def __init__(self, settings: NerSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
+        check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
         self.tokenizer = load_tokenizer(settings, self.config, words=True)
         fit_token_types(self.tokenizer, self.config, pairs=False)
         check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
@@ -56,7 +57,6 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         )
 
     def load_model(self) -> PreTrainedModel:
-        check_trained_head(self.settings, self.config, "ForTokenClassification", "tags words")
         labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}
         id2label: Any = self.config.id2label
         had = {str(name) for name in id2label.values()}
