@@ -11,7 +11,7 @@ import torch
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.squad import make_questions, make_reader
 from fixtures.uptraining import make_t5, make_text
-from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "8", "--num_global_tokens", "1")
@@ -122,6 +122,7 @@ def test_articles_are_joined_and_answers_moved(questions, tmp_path):
 @pytest.mark.thorough
 def test_an_article_is_read_in_windows_and_at_once(questions, tmp_path, monkeypatch):
     reader = make_reader("bert", tmp_path / "reader")
+    AutoModelForQuestionAnswering.from_pretrained(reader).save_pretrained(reader)  # readings need a trained head
     (tmp_path / "squad").mkdir()
     (tmp_path / questions.DEV).write_text(json.dumps(make_questions()))
     window = ("--max_position_embeddings", "120", *WINDOW)
