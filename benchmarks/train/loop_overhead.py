@@ -43,7 +43,8 @@ from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.masking import MaskedLMPreparation
 from hf_attn_variants.training.engine.tracking import library_versions
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
-from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
+from hf_attn_variants.training.pretraining.text_shards import check_text_files
+from hf_attn_variants.training.pretraining.text_stream import TextStream, stack_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "classification, a tiny model"

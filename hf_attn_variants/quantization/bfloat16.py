@@ -1,5 +1,6 @@
 """A model in bfloat16 on a CPU: what stays in float32, and whether this processor is any faster so."""
 
+import copy
 import functools
 import logging
 import math
@@ -40,13 +41,34 @@ def make_bfloat16(model: PreTrainedModel) -> None:
     kept: dict[Any, torch.Tensor] = {
         parameter: parameter.data for path, parameter in model.named_parameters() if is_named(path, names)
     }
+    wanted = _float32_buffers(model)
+    buffers = [(path, buffer) for path, buffer in model.named_buffers() if path in wanted]
     to: Any = model.to  # whose type transformers' wrapper hides
     to(torch.bfloat16)
     for parameter, data in kept.items():
         parameter.data = data
+    for path, buffer in buffers:
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._buffers[name] = buffer
+
+
+def _float32_buffers(model: PreTrainedModel) -> set[str]:
+    """Return the paths of the buffers that upstream makes in float32 whatever the model's dtype (RoPE's frequencies).
+
+    `from_pretrained` makes the model while torch's default is that dtype; so does this, without memory.
+    """
+    default, cls = torch.get_default_dtype(), type(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            twin: Any = cls(copy.deepcopy(model.config))
+    finally:
+        torch.set_default_dtype(default)
+    return {path for path, buffer in twin.named_buffers() if buffer.dtype == torch.float32}
 
 
 @functools.cache
+@torch.autocast("cpu", enabled=False)
 def times_as_long(threads: int) -> dict[str, float]:
     """Return how many times as long products take in bfloat16 as in float32, by what they are; measured once.
 

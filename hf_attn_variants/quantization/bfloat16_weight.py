@@ -52,6 +52,7 @@ class Bfloat16Weight:
 
 
 @functools.cache
+@torch.autocast("cpu", enabled=False)
 def has_bfloat16() -> bool:
     """Say whether this processor multiplies numbers of bfloat16, and torch's oneDNN makes use of it."""
     if _linear is None or _pack is None or not torch.backends.mkldnn.is_available() or not processor_has(*BFLOAT16):

@@ -105,6 +105,7 @@ def _keeps_8_bits(engine: str) -> bool:
     return engine == EIGHT_BITS or _is_right(functools.partial(EngineProduct, reduces_range=False))
 
 
+@torch.autocast("cpu", enabled=False)  # what it compares with is a product of float32
 def _is_right(make: Callable[..., Any]) -> bool:
     """Say whether a product of the largest numbers comes out, which overflows in 16 bits."""
     numbers = torch.full((2, 64), LARGEST, dtype=torch.float32, device="cpu")

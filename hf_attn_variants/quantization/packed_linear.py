@@ -26,10 +26,10 @@ def _registered(linear: "PackedLinear") -> torch.Tensor:
 
 
 class PackedLinear(nn.Module):
-    """y = W x + b with a packed W [out, in]; inputs are rounded at each call, outputs are float32.
+    """y = W x + b with a packed W [out, in]; inputs are rounded at each call.
 
-    It has no parameters and computes no gradients. Of half-precision inputs (autocast) it makes float32 and puts out
-    what came in.
+    It has no parameters and computes no gradients. It computes in float32 and puts out the type of its inputs or,
+    under autocast, that of autocast, as `nn.Linear` does.
 
     Args:
         linear: the map of float32 that it stands for.
@@ -57,8 +57,13 @@ class PackedLinear(nn.Module):
                 + ("record gradients." if states.is_cpu else f"are on {states.device}.")
             )
         if states.dtype != torch.float32 or states.dim() < 2:
-            made: torch.Tensor = self(states.float().view(-1, self.in_features))
-            return made.view(*states.shape[:-1], self.out_features).to(states.dtype)
+            made = self._product(states.float().reshape(-1, self.in_features))
+            made = made.view(*states.shape[:-1], self.out_features)
+        else:
+            made = self._product(states)
+        return made.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else states.dtype)
+
+    def _product(self, states: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
         if torch.compiler.is_exporting():
@@ -75,6 +80,14 @@ class PackedLinear(nn.Module):
     def bias(self) -> torch.Tensor | None:
         """Return b [out]."""
         return self._bias
+
+    def num_numbers(self) -> int:
+        """Return how many numbers W and b have."""
+        return self.out_features * (self.in_features + (self._bias is not None))
+
+    def num_bytes(self) -> int:
+        """Return the memory of W, packed once, its scales and b."""
+        return sum(each.numel() * each.element_size() for each in self._tensors().values())
 
     def extra_repr(self) -> str:
         """Return what stands in the brackets of its description."""

@@ -71,6 +71,8 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
             vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save)
             # In copies and pickles a partial is of the copied model.
             vars(module)["_apply"] = partial(_apply_unless_it_casts, module)
+            vars(module)["num_parameters"] = partial(_num_parameters, module)
+            vars(module)["get_memory_footprint"] = partial(_memory_footprint, module)
             if isinstance(module.get_output_embeddings(), PackedLinear):
                 vars(module)["resize_token_embeddings"] = _refuse_to_resize
     return model
@@ -90,19 +92,39 @@ def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _apply_unless_it_casts(module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+def _packed_maps(module: PreTrainedModel) -> list[PackedLinear]:
+    return [each for each in module.modules() if isinstance(each, PackedLinear)]
+
+
+def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count as upstream does, with the packed maps, none of which is trainable."""
+    packed = [] if only_trainable else _packed_maps(module)
+    return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
+        each.num_numbers() for each in packed
+    )
+
+
+def _memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes that upstream counts, with the packed maps."""
+    packed = sum(each.num_bytes() for each in _packed_maps(module))
+    return int(type(module).get_memory_footprint(module, return_buffers)) + packed
+
+
+def _apply_unless_it_casts(
+    module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
     """Do what `to`, `bfloat16` and the like call for each tensor, unless it makes another type or leaves the CPU.
 
     Raises:
         ValueError: if it does, before any tensor is changed.
     """
-    made = fn(torch.empty(0))
+    made = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
     if made.dtype != torch.float32 or made.device.type != "cpu":
         raise ValueError(
             f"This {type(module).__name__} has int8 maps, which compute on a CPU beside float32; asked for "
             f"{made.dtype} on {made.device}. Load the model again for that."
         )
-    return type(module)._apply(module, fn, *args)
+    return type(module)._apply(module, fn, *args, **kwargs)
 
 
 def _check_kind(model: Any) -> None:

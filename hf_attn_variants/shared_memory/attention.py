@@ -66,7 +66,7 @@ class SharesMemory(_Attention):
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
             if beams <= 1 and _fits(mask, states):
                 return super().forward(*args, **kwargs)
-            if beams <= 1 or not self._shares_keys(cache, layer):
+            if beams <= 1 or not self._shares_keys(cache, layer, beams):
                 return super().forward(**self._repeated(beams, args, kwargs))
         refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._mask(mask, states), "position_bias": bias[0] if bias else None}
@@ -95,7 +95,7 @@ class SharesMemory(_Attention):
         if source.shape[0] == 0 or states.shape[0] % source.shape[0]:
             return None
         if layer is None and cache is not None:
-            layer = SourceLayer(source, maps, self._head_dim())
+            layer = SourceLayer(source, maps, self._head_dim(), states.shape[0] // source.shape[0])
             if not hold_source(cache, self.layer_idx, layer):
                 return None
         return source
@@ -147,11 +147,11 @@ class SharesMemory(_Attention):
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
-    def _shares_keys(self, cache: Any, layer: Any) -> bool:
+    def _shares_keys(self, cache: Any, layer: Any, beams: int) -> bool:
         """Say whether keys and values can have a row for each sentence; asked of an empty layer, it is made so."""
         if not self._is_computed_here():
             return False
-        return layer is not None or cache is None or share_rows(cache, self.layer_idx)
+        return layer is not None or cache is None or share_rows(cache, self.layer_idx, beams)
 
     def _keys_and_values(
         self, memory: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None

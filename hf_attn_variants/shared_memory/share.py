@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -134,9 +134,10 @@ def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
             f"{name} is a class of transformers around attentions of this package, whose beams share no memory there."
         )
     if not found:
+        is_part = not isinstance(model, GenerationMixin)
+        advice = ": give the whole encoder-decoder, as `AutoModelForSeq2SeqLM` loads it" if is_part else ""
         raise ValueError(
-            f"{name} has no cross-attention that is known here: give the whole encoder-decoder, as "
-            f"`AutoModelForSeq2SeqLM` loads it. Known are {', '.join(sorted(KNOWN))}."
+            f"{name} has no cross-attention that is known here{advice}. Known are {', '.join(sorted(KNOWN))}."
         )
     _check_implementation(model, IMPLEMENTATIONS)
     for path, module in found.items():

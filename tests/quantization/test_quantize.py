@@ -10,10 +10,11 @@ import torch
 import transformers
 from architectures import ARCHITECTURES
 from fixtures.upstream_seq2seq import source_batch, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, WavLMConfig, WavLMModel
 
 import hf_attn_variants
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.quantization import bfloat16, kept_maps
+from hf_attn_variants.quantization import bfloat16, int8_weight, kept_maps
 from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
 from hf_attn_variants.shared_memory.known_attentions import cross_attentions
@@ -194,6 +195,69 @@ def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
     quantize(model, torch.bfloat16)
     assert wo.weight.dtype == torch.float32 and torch.equal(wo.weight, before)
     assert logits_of(model).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["llama", "m2m_100"])
+def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_path):
+    """RoPE's frequencies stay in float32, as `from_pretrained` makes them; sinusoids become bfloat16."""
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: {"all": 1.0})
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
+    model.eval().save_pretrained(tmp_path)
+    upstreams = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    quantize(model, "bfloat16")
+    expected = dict(upstreams.named_buffers())
+    for path, buffer in model.named_buffers():
+        assert buffer.dtype == expected[path].dtype and torch.equal(buffer, expected[path]), path
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_maps_whose_weight_the_models_code_reads_stay():
+    """WavLM's attention, and Mamba's mixer, hand weights to a function: with int8 maps that was a TypeError."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
+    mamba = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_conv_pos_embeddings": 4}
+    sizes |= {"num_conv_pos_embedding_groups": 2, "conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
+    wavlm = WavLMModel(WavLMConfig(**sizes)).eval()
+    for model, inputs, kept in (
+        (mamba, {"input_ids": torch.arange(8)[None]}, "backbone.layers.0.mixer.out_proj"),
+        (wavlm, {"input_values": torch.randn(1, 64)}, "encoder.layers.0.attention.q_proj"),
+    ):
+        with torch.no_grad():
+            before = model(**inputs)[0]
+            after = quantize(model)(**inputs)[0]
+        assert type(model.get_submodule(kept)) is torch.nn.Linear
+        assert any(isinstance(module, Int8Linear) for module in model.modules())
+        assert (after - before).norm() < 0.1 * before.norm()
+
+
+def test_under_autocast_it_puts_out_what_a_linear_map_does():
+    """Also for the first call of a process, and for inputs that do not lie in a row."""
+    for cached in (int8_weight.has_vnni, int8_weight._keeps_8_bits):
+        cached.cache_clear()
+    linear = torch.nn.Linear(16, 8)
+    packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (states, states.bfloat16(), states[0], states[0, 0]):
+            expected, made = linear(given), packed(given)
+            assert made.dtype == expected.dtype == torch.bfloat16 and made.shape == expected.shape
+            torch.testing.assert_close(made, expected, atol=0.05, rtol=0.05)
+    with torch.no_grad():
+        assert packed(states).dtype == torch.float32 and packed(states.half()).dtype == torch.float16
+
+
+def test_what_it_counts_and_where_it_may_go():
+    model = tiny_model("bart")
+    numbers, size = model.num_parameters(), model.get_memory_footprint()
+    quantize(model)
+    assert model.num_parameters() >= numbers  # of tied embeddings int8 has a copy
+    assert model.num_parameters(only_trainable=True) == 0 and 0 < model.get_memory_footprint() < size
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert model.to("cpu") is model
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert copy.deepcopy(model).to_empty(device="cpu").num_parameters() == model.num_parameters()
 
 
 def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):

@@ -102,6 +102,17 @@ def test_an_adapter_alone_is_named_as_one(name, folder, call):
     assert status == 2 and "holds an adapter alone, and no model" in error and "made for me/base" in error, error
 
 
+def test_the_class_of_an_adapters_base_is_that_of_its_task(folder):
+    from hf_attn_variants.conversion.checkpoint.source import resolve_source
+
+    for task, model_class in (("SEQ_2_SEQ_LM", "AutoModelForSeq2SeqLM"), ("FEATURE_EXTRACTION", "AutoModel")):
+        said = {"base_model_name_or_path": "me/base", "auto_mapping": None, "task_type": task}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        (folder / "adapter_model.safetensors").write_bytes(b"x")
+        with pytest.raises(ValueError, match=f"import {model_class} as M; "):
+            resolve_source(folder)
+
+
 @pytest.mark.thorough
 def test_the_command_that_is_named_merges_the_adapter(folder, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -207,10 +207,10 @@ def test_rows_of_a_cache_are_chosen_repeated_and_forgotten(source_form):
     ):
         change()
         assert all(torch.equal(layer.source, states[rows]) for layer in layers)
-    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 0, 0]))  # beams of two sentences
+    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 2, 2]))  # beams of two sentences
     assert all(torch.equal(layer.source, states[[2, 1]]) for layer in layers)
     keys = layers[0].keys
-    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 0, 0]))
+    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 2, 2]))
     assert layers[0].keys is keys
     cache.cross_attention_cache.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(layers[0].keys, keys[[1, 0]])

@@ -249,6 +249,7 @@ def test_attention_alone_is_trainable(architecture):
         ("hidden_size", "hidden_size 1 and the model has 2.*compare vectors"),
         ("num_hidden_layers", "num_hidden_layers 1 and the model has 2.*layer by layer"),
         ("num_decoder_layers", "num_decoder_layers 1 and the model has 2"),
+        ("decoder_layers", "decoder_layers 1 and the model has 2.*layer by layer; 0 leaves them out"),
     ],
 )
 def test_teachers_that_do_not_fit_are_named(field, message):

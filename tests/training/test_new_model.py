@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import pytest
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
 from hf_attn_variants.training.engine.config_overrides import read_overrides
-from hf_attn_variants.training.engine.new_model import new_config
+from hf_attn_variants.training.engine.new_model import load_or_make_model, new_config
 
 NAMES = [name for row in FIELDS for name in row.names]
 SIZES = {
@@ -185,6 +186,23 @@ def test_a_flag_that_is_no_json_or_no_choice_is_one_line(capsys):
         with pytest.raises(SystemExit) as stopped:
             config_of(pretrain_t5, "t5", *more)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "model_type", "overrides", "message"),
+    [
+        (pretrain, "bert", "hidden_act=gelu_fast2", "cannot build a new bert model: KeyError: 'gelu_fast2'"),
+        (pretrain, "bert", "num_attention_heads=0", "ZeroDivisionError|num_attention_heads"),
+        (pretrain_t5, "t5", "feed_forward_proj=gated-silly", "cannot build a new t5 model: KeyError: 'silly'"),
+        (pretrain_t5, "t5", "relative_attention_num_buckets=1", "`relative_attention_num_buckets` must be at least 4"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_a_clear_error(command, model_type, overrides, message):
+    needed = ["--model_type", model_type, "--tokenizer_name", "x", "--output_dir", "o", "--max_train_steps", "1"]
+    settings = command.parse_args([*needed, "--train_file", "a", "--config_overrides", overrides])
+    auto_class = AutoModelForMaskedLM if model_type == "bert" else AutoModelForSeq2SeqLM
+    with pytest.raises(ValueError, match=message):
+        load_or_make_model(settings, new_config(settings, Tokenizer()), auto_class)
 
 
 def test_a_vocabulary_that_the_tokenizer_does_not_fit_is_refused():

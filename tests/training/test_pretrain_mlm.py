@@ -602,7 +602,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
     flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
     results = main(parse_args([str(flag) for flag in flags]))
     assert results["steps"] == 6 and results["eval_samples"] > 5
-    with pytest.raises(ValueError, match=r"row 0: no text in the column 'text'; it has body"):
+    with pytest.raises(ValueError, match=r"row 0: no text in the column 'text'; the columns are body"):
         main(
             parse_args(
                 [str(flag) for flag in flags if flag not in ("--text_column", "body")] + ["--overwrite_output_dir"]
@@ -682,6 +682,13 @@ def test_positions_of_roberta_begin_behind_its_padding(run, tokenizer, tmp_path)
     assert results["steps"] == 1
     with pytest.raises(ValueError, match=f"--max_length {used + 1} is too long: the model has {used} positions"):
         run(*scratch("roberta"), *STEPS, "--max_length", used + 1, out=tmp_path / "long")
+
+
+def test_held_out_text_of_which_nothing_is_masked_is_an_error_before_training(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    (tmp_path / "short.txt").write_text("a\n")
+    with pytest.raises(ValueError, match=r"short\.txt is too short: no token of the held-out text is masked"):
+        run(*STEPS, *scratch(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)
 
 
 def test_a_stream_has_no_epochs(run):

@@ -1,5 +1,7 @@
 """Span corruption: T5's lengths, spans that are what they should be, nothing lost, and the gate's shuffle."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hf_attn_variants.training.pretraining.span_corruption import (
     corrupted_lengths,
     noise_counts,
     noise_spans,
+    sentinel_ids,
 )
 from hf_attn_variants.training.pretraining.task import PreparedBlocks
 
@@ -102,6 +105,17 @@ def test_shuffling_moves_words_alone(tokenizer):
     assert torch.equal(shuffled["input_ids"].sort(-1).values, batch["input_ids"].sort(-1).values)
     words = batch["input_ids"] >= 20
     assert torch.equal(shuffled["input_ids"][~words], batch["input_ids"][~words])
+
+
+def test_mt5s_sentinels_are_found(tokenizer, tmp_path):
+    folder = make_sentinel_tokenizer(tmp_path / "mt5")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        spelled = json.loads((folder / name).read_text())
+        text = json.dumps(spelled, ensure_ascii=False).replace("<extra_id_", "\u2581<extra_id_")
+        (folder / name).write_text(text, encoding="utf-8")
+    mt5 = AutoTokenizer.from_pretrained(folder)
+    assert sentinel_ids(mt5, 9) == [*mt5.convert_tokens_to_ids([f"\u2581<extra_id_{i}>" for i in range(8)]), None]
+    assert SpanCorruption(mt5, 32, 0).sentinels.tolist() == SpanCorruption(tokenizer, 32, 0).sentinels.tolist()
 
 
 def test_tokenizers_and_lengths_that_do_not_do_are_named(tokenizer, tiny_bert):

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 from fixtures.span_corruption import make_sentinel_tokenizer
-from transformers import AutoTokenizer, BertTokenizerFast
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.pretraining import text_shards
 from hf_attn_variants.training.pretraining import text_stream as text_data
-from hf_attn_variants.training.pretraining.text_stream import (
-    DatasetRows,
-    TextFile,
-    TextStream,
-    check_text_files,
-    hash_files,
-    pack_blocks,
-    read_blocks,
-)
+from hf_attn_variants.training.pretraining.text_shards import DatasetRows, TextFile, check_text_files, hash_files
+from hf_attn_variants.training.pretraining.text_stream import TextStream, pack_blocks, read_blocks
 
 # Of the Gettysburg Address: real sentences, two articles a file.
 ARTICLES = [
@@ -77,7 +75,7 @@ def assert_goes_on_from_any_block(shards, *settings):
 
 
 def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_data, "MAX_ARTICLE_BYTES", 60)
+    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(line for text in ARTICLES for line in text.splitlines()))
     articles = list(TextFile(path).articles())
@@ -88,7 +86,7 @@ def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, mon
 
 @pytest.mark.parametrize("word", ["Schnee", "雪"], ids=["words", "none"])
 def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_data, "MAX_ARTICLE_BYTES", 60)
+    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "line.txt"
     path.write_text((" ".join if word.isascii() else "".join)([word] * 100), encoding="utf-8")
     articles = list(TextFile(path).articles())
@@ -102,7 +100,7 @@ def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_p
 def test_a_table_is_no_text(tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\na dog,1\n")
     with pytest.raises(ValueError, match=r"rows\.csv is a table, .* --dataset_name, with the column"):
-        text_data.check_text_files([tmp_path / "rows.csv"])
+        check_text_files([tmp_path / "rows.csv"])
 
 
 def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=2, window=3, seed=5):
@@ -224,8 +222,30 @@ def test_rows_of_a_dataset(tokenizer, tmp_path):
     assert list(source.articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
     blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
     assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
-    with pytest.raises(ValueError, match=r"articles, row 0: no text in the column 'body'; it has text"):
+    with pytest.raises(ValueError, match=r"articles, row 0: no text in the column 'body'; the columns are text"):
         next(DatasetRows("articles", stream, "body").articles())
+
+
+def test_rows_without_a_value_are_left_out_and_told_once(tmp_path, caplog):
+    path = tmp_path / "nulls.jsonl"
+    datasets.Dataset.from_dict({"text": ["a", None, "b", None]}).to_json(path)
+    source = DatasetRows("nulls", datasets.load_dataset("json", data_files=str(path), split="train", streaming=True))
+    assert list(source.articles()) == list(source.articles()) == [(0, "a"), (2, "b")]
+    assert list(source.articles(1)) == [(2, "b")]  # as a resumed run enters it
+    assert [record.message for record in caplog.records] == [
+        "nulls: rows without a value in the column 'text' are left out; row 1 is one"
+    ]
+
+
+def test_white_space_is_kept_where_asked(tmp_path):
+    code = "def f(x):\n    return  1\n\treturn 2"
+    (tmp_path / "code.txt").write_text(code + "\n\nend\n")
+    backend = Tokenizer(BPE({symbol: i for i, symbol in enumerate([*ByteLevel.alphabet(), "</s>"])}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    byte_level = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    for keeps, read in ((True, code), (False, " ".join(code.split()))):
+        (block,) = read_blocks(check_text_files([tmp_path / "code.txt"], keeps), byte_level, 999, 256)
+        assert byte_level.decode(block) == f"{read}</s>end</s>"
 
 
 def test_broken_files_are_named(tmp_path):

@@ -22,6 +22,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
 )
 
 from hf_attn_variants.commands.uptrain import main, parse_args
@@ -160,6 +162,7 @@ def test_only_what_is_trainable_moves(run, grouped_bert, trainable):
     results = run("distill", "--trainable", trainable, "--lora_rank", 4, steps=20)
     before, after = (load_file(folder / "model.safetensors") for folder in (grouped_bert, run.out))
     assert before.keys() == after.keys()
+    assert results["num_parameters"] == AutoModelForMaskedLM.from_pretrained(run.out).num_parameters()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     attention = {name for name in before if ".attention." in name}
     unused = {name for name in before if name.startswith("cls.") and "embeddings" not in name}
@@ -491,6 +494,63 @@ def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatc
         run("seq2seq", "--target_file", short, model=grouped_t5, teacher=None)
     with pytest.raises(ValueError, match="belong together"):
         run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
+
+
+def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    with pytest.raises(ValueError, match="--max_target_length must be at least 2"):
+        run("seq2seq", "--max_target_length", 1, model=t5, teacher=None)
+    folder = shutil.copytree(t5, tmp_path / "t5" / "endless")
+    tokens = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match="ends no text in an end token"):
+        run("seq2seq", model=folder, teacher=None)
+    tokenizer = AutoTokenizer.from_pretrained(t5)
+    sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": len(tokenizer)}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    for name, positions in (("bart", 32), ("teacher", 24)):
+        config = BartConfig(max_position_embeddings=positions, **sizes, **tokens, forced_eos_token_id=1)
+        BartForConditionalGeneration(config).save_pretrained(tmp_path / "t5s" / name)
+        tokenizer.save_pretrained(tmp_path / "t5s" / name)
+    bart, teacher = tmp_path / "t5s/bart", tmp_path / "t5s/teacher"
+    with pytest.raises(ValueError, match="--max_target_length 33 is too long: the model has 32 positions"):
+        run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
+    with pytest.raises(ValueError, match="has 24 positions, for --max_target_length 30: give at most 24"):
+        run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)
+    assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
+
+
+def test_a_teacher_knows_both_texts_of_a_pair(run, bert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    teacher = shutil.copytree(bert, tmp_path / "one-type")
+    tensors = load_file(teacher / "model.safetensors")
+    name = "bert.embeddings.token_type_embeddings.weight"
+    save_file(tensors | {name: tensors[name][:1].contiguous()}, teacher / "model.safetensors", {"format": "pt"})
+    config = json.loads((teacher / "config.json").read_text()) | {"type_vocab_size": 1}
+    (teacher / "config.json").write_text(json.dumps(config))
+    pairs = ["--train_file", write_pairs(source, tmp_path / "rows.jsonl"), "--text_columns", "question", "text"]
+    with pytest.raises(ValueError, match="one-type has type_vocab_size 1, and the tokens of a pair are of 2 types"):
+        run("distill", *pairs, teacher=teacher)
+
+
+def test_held_out_text_of_which_nothing_counts_is_an_error(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    (tmp_path / "short.txt").write_text("dog\n")
+    with pytest.raises(ValueError, match="has no token that a loss counts"):
+        run("mlm", "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01, teacher=None)
+
+
+def test_a_resumed_run_is_scored_on_the_same_text(run, source, tmp_path, monkeypatch):
+    lines = source.read_text().splitlines(keepends=True)
+    for name, rows in (("dev1.txt", lines[:5]), ("dev2.txt", lines[5:10])):
+        (tmp_path / name).write_text("".join(rows))
+    run("mlm", "--checkpointing_steps", 2, "--validation_file", tmp_path / "dev1.txt", teacher=None)
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    with pytest.raises(ValueError, match=r"hash of the held-out data was .* and is"):
+        more = ["--validation_file", tmp_path / "dev2.txt", "--resume_from_checkpoint", "latest"]
+        run("mlm", "--checkpointing_steps", 2, *more, teacher=None)
 
 
 def test_lora_without_peft_is_a_clear_error(run, monkeypatch):

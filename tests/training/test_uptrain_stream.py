@@ -178,6 +178,13 @@ def test_alpha_says_how_long_the_run_is(run, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_text_that_is_shorter_than_a_step_is_told(run, caplog):
+    results = run("--total_train_batch_size", 4096, "--per_device_train_batch_size", 64, "--max_train_steps", 2)
+    blocks = results["sequences_per_step"]
+    assert 1 < blocks < 4096 and results["train_samples"] == 2 * blocks
+    assert f"the text makes {blocks} sequences, fewer than the 4096 of a step" in caplog.text
+
+
 def test_the_defaults_are_those_of_t5():
     settings = settings_of(alpha=0.05, pretraining_steps=1_000_000)
     assert (settings.optim, settings.adafactor_scale_parameter, settings.adafactor_relative_step) == (

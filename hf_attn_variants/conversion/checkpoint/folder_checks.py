@@ -27,6 +27,14 @@ LOADED = (
     "merges.txt",
     CARD_NAME,
 )
+# What an adapter is trained for, as peft writes it, and the class of its base.
+TASK_CLASSES = {
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 
 
@@ -118,6 +126,7 @@ def _adapted(folder: Path) -> tuple[str, str]:
     values = values if isinstance(values, dict) else {}
     base, mapping = values.get("base_model_name_or_path"), values.get("auto_mapping")
     model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    model_class = model_class or TASK_CLASSES.get(str(values.get("task_type")))  # peft says one of the two
     return (
         base if isinstance(base, str) and re.fullmatch(r"[\w./~ -]+", base) else "BASE",
         model_class if isinstance(model_class, str) and re.fullmatch(r"\w+", model_class, re.ASCII) else "AutoModel",

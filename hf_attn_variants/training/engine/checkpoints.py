@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 # Parts of a fingerprint that checkpoints of earlier versions lack: their runs go on.
-LATER_PARTS = ("tags of the model",)
+LATER_PARTS = ("tags of the model", "hash of the held-out data", "hash of the held-out text", "held-out rows")
 
 
 @dataclass

@@ -1,12 +1,14 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...command_line import nearest_name
+from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
 from .config_overrides import overrides_text, read_overrides
@@ -119,6 +121,8 @@ def new_config(
             f"--config_overrides vocab_size={config.vocab_size}: the tokenizer of {settings.tokenizer_name} has "
             f"{size} tokens, and each needs a row: leave vocab_size out, or give as many"
         )
+    if hasattr(config, "relative_attention_max_distance"):
+        check_buckets(config)
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config
@@ -144,8 +148,18 @@ def check_new_model(settings: NewModelSettings) -> None:
         ValueError: if the tokenizer cannot be used, or there is no such model.
     """
     config = new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"):
+    with torch.device("meta"), _building(settings):
         AutoModel.from_config(config)
+
+
+@contextmanager
+def _building(settings: NewModelSettings) -> Iterator[None]:
+    """Raise ValueError for whatever a model's constructor raises about its configuration."""
+    try:
+        yield
+    except Exception as error:  # an unknown activation is a KeyError, no heads are a ZeroDivisionError
+        reason = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot build a new {settings.model_type} model: {reason}") from error
 
 
 def load_or_make_model(
@@ -158,10 +172,8 @@ def load_or_make_model(
     """
     if settings.model_name_or_path is not None:
         return load_model(settings, config, auto_class, needs_all=needs_all)
-    try:
+    with _building(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"cannot build a new {settings.model_type} model: {error}") from error
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model

@@ -10,9 +10,19 @@ from ...conversion.checkpoint.loading import check_learned_tokens, check_tokeniz
 from ...registration import longest_input
 from .settings import ModelSettings
 
-__all__ = ["check_max_length", "close_texts", "encode_words", "fit_token_types", "load_tokenizer", "vocabulary_size"]
+__all__ = [
+    "check_max_length",
+    "close_texts",
+    "encode_words",
+    "fit_token_types",
+    "load_tokenizer",
+    "vocabulary_size",
+    "warn_of_cuts",
+]
 
 logger = logging.getLogger(__name__)
+# Rows that are looked at to say how many are cut.
+COUNTED_ROWS = 10_000
 
 
 def load_tokenizer(
@@ -152,6 +162,29 @@ def check_max_length(
             f"--pad_to_multiple_of {multiple} pads texts of --{flag} {max_length} to {padded} tokens: the model has "
             f"{positions} positions"
         )
+
+
+def warn_of_cuts(
+    tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
+) -> int:
+    """Say how many of a split's first 10,000 rows have more tokens than they may; return their number.
+
+    Args:
+        tokenizer: of the model.
+        split, rows: what they are, for the message: "train", "sources".
+        columns: the tokenizer's arguments ("text", "text_pair", "text_target") with the texts of each row.
+        flag: of the limit, for the message.
+        limit: tokens that a row may have, special tokens included.
+    """
+    columns = {name: list(texts[:COUNTED_ROWS]) for name, texts in columns.items()}
+    ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
+    lengths = [len(row) for row in ids]
+    if cut := sum(length > limit for length in lengths):
+        logger.warning(
+            "%s: %d of %d %s have more than --%s %d tokens and are cut (the longest has %d)",
+            split, cut, len(lengths), rows, flag, limit, max(lengths),
+        )  # fmt: skip
+    return cut
 
 
 def encode_words(

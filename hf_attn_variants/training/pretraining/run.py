@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..engine import outputs
-from ..engine.dataloaders import create_eval_dataloader
+from ..engine.dataloaders import IGNORED_LABEL, create_eval_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
 from ..engine.models import model_name
@@ -56,6 +56,10 @@ def pretrain(
     evaluator = None
     if text.dev:
         rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
+        if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
+            raise ValueError(
+                f"{text.dev[0].name} is too short: no token of the held-out text is masked, so nothing would be scored"
+            )
         workers = settings.dataloader_num_workers
         loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
         evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)

@@ -49,6 +49,11 @@ class TextSettings(Settings):
     )
     dataset_config_name: str | None = option("Its configuration.", None)
     text_column: str = option("Its column that holds an article.", "text")
+    keep_whitespace: bool = option(
+        "Read line ends, tabs and runs of spaces as they are, for a tokenizer that has tokens of them (RoBERTa's) and "
+        "text that means something by them, such as code or verse. Without it each is one space.",
+        False,
+    )
     shuffle_buffer_size: int = option(
         "Blocks that are held in memory and shuffled among themselves.", 4096, range=AT_LEAST_1, resume=ALWAYS
     )

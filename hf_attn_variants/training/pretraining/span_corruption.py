@@ -22,11 +22,14 @@ __all__ = [
     "corrupted_lengths",
     "noise_counts",
     "noise_spans",
+    "sentinel_ids",
     "target_sums",
 ]
 
 # What its random numbers are for; see `masking`.
 SPANS = 4
+# How vocabularies spell a sentinel: T5's and UMT5's as a token of its own, mT5's as a word's beginning (U+2581).
+SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
 
 
 def check_span_corruption(
@@ -44,7 +47,7 @@ def check_span_corruption(
             f"{name} ({config.model_type}) is no T5: span corruption needs an encoder-decoder that starts with its "
             "padding token"
         )
-    if "<extra_id_0>" not in tokenizer.get_vocab():
+    if sentinel_ids(tokenizer, 1) == [None]:
         raise ValueError(
             f"the tokenizer of {settings.tokenizer_name or name} has no sentinels (<extra_id_0>, <extra_id_1>, ...), "
             "which span corruption puts in the place of text: it is for checkpoints that were pretrained so, such as "
@@ -52,6 +55,13 @@ def check_span_corruption(
         )
     check_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
+
+
+def sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
+    """Return the token ids of the first sentinels; None of each that the tokenizer lacks."""
+    vocabulary = tokenizer.get_vocab()
+    spelled = next((each for each in SENTINELS if each.format(0) in vocabulary), SENTINELS[0])
+    return [vocabulary.get(spelled.format(number)) for number in range(count)]
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
@@ -122,8 +132,7 @@ class SpanCorruption:
         self.block_length = block_length(max_length, density, mean_span)
         self.input_length, self.target_length = corrupted_lengths(self.block_length, density, mean_span)
         needed = noise_counts(self.block_length, density, mean_span)[1]
-        vocabulary = tokenizer.get_vocab()
-        sentinels = [vocabulary.get(f"<extra_id_{i}>") for i in range(needed)]
+        sentinels = sentinel_ids(tokenizer, needed)
         if None in sentinels:
             raise ValueError(
                 f"the tokenizer has {sentinels.index(None)} sentinels (<extra_id_0>, ...); --max_length {max_length} "

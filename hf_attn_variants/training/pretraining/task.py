@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ..engine.dataloaders import TrainingBatches, create_stream_dataloader
 from ..engine.losses import Objective
 from ..engine.settings import TrainingSettings
-from .text_stream import TextSource, TextStream
+from .text_shards import TextSource
+from .text_stream import TextStream
 
 __all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "stream_batches"]
 

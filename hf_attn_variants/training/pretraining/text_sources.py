@@ -12,7 +12,7 @@ import datasets
 from datasets import IterableDatasetDict
 
 from .settings import PretrainingSettings, TextSettings, check_evaluated
-from .text_stream import DatasetRows, TextFile, TextSource, check_text_files, hash_files
+from .text_shards import DatasetRows, TextFile, TextSource, check_text_files, hash_files
 
 __all__ = ["PretrainingText", "open_text", "open_text_sources"]
 
@@ -45,12 +45,13 @@ def open_text(settings: TextSettings) -> PretrainingText:
     Raises:
         OSError, ValueError: if a file or dataset cannot be read, or holds no text.
     """
-    files = check_text_files(settings.validation_file or [])
+    keeps = settings.keep_whitespace
+    files = check_text_files(settings.validation_file or [], keeps)
     dev: Sequence[TextSource] = files
     train: Sequence[TextSource]
     dev_hash, names = hash_files(files), {}
     if settings.dataset_name is None:
-        train = given = check_text_files(settings.train_file or [])
+        train = given = check_text_files(settings.train_file or [], keeps)
         train_hash = hash_files(given)
     else:
         split_files, splits = _open_dataset(settings)
@@ -62,6 +63,8 @@ def open_text(settings: TextSettings) -> PretrainingText:
         train = _dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
+    # None where there is nothing to say, as in the checkpoints of earlier versions.
+    names |= {"keep_whitespace": keeps or None}
     fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
     return PretrainingText(train, dev, *fingerprints)
 
@@ -108,7 +111,9 @@ def _dataset_shards(
     if len(names) != rows.num_shards:
         names = [f"shard {i}" for i in range(rows.num_shards)]
     shards = [
-        DatasetRows(f"{settings.dataset_name} ({split}), {names[i]}", rows, settings.text_column, i)
+        DatasetRows(
+            f"{settings.dataset_name} ({split}), {names[i]}", rows, settings.text_column, i, settings.keep_whitespace
+        )
         for i in range(rows.num_shards)
     ]
     # A wrong column is an error now.

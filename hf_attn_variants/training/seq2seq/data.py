@@ -23,7 +23,7 @@ from ...text_files import (
 from ...text_lines import is_blank
 from ..engine.hub_datasets import load_splits
 from ..engine.recorded_columns import with_recorded_columns
-from ..engine.tokenizers import check_max_length
+from ..engine.tokenizers import check_max_length, warn_of_cuts
 from .metrics import score_texts, text_metric
 from .settings import COLUMNS, SPLITS, Seq2SeqSettings
 
@@ -33,13 +33,11 @@ __all__ = [
     "check_encoder_decoder",
     "check_seq2seq_lengths",
     "load_seq2seq_data",
-    "warn_of_cuts",
+    "warn_of_long_texts",
     "with_recorded_texts",
 ]
 
 logger = logging.getLogger(__name__)
-# Rows that are looked at to say how many are cut.
-COUNTED_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -230,23 +228,16 @@ def check_seq2seq_lengths(
         check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
 
 
-def warn_of_cuts(
+def warn_of_long_texts(
     split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
 ) -> dict[str, int]:
     """Warn of sources and targets that have more tokens than they may.
 
     Return how many of the split's first 10,000 rows are cut: "sources" and "targets".
     """
-    rows = split.pairs()[:COUNTED_ROWS]
-    limits = {"sources": ("max_length", max_length), "targets": ("max_target_length", max_target_length)}
-    found = {}
-    for (side, (flag, limit)), texts in zip(limits.items(), zip(*rows, strict=True), strict=True):
-        argument = {"text" if side == "sources" else "text_target": list(texts)}
-        ids = tokenizer(**argument, return_attention_mask=False, verbose=False)["input_ids"]
-        found[side] = sum(len(row) > limit for row in ids)
-        if found[side]:
-            logger.warning(
-                "%s: %d of %d %s have more than --%s %d tokens and are cut (the longest has %d)",
-                split.name, found[side], len(rows), side, flag, limit, max(map(len, ids)),
-            )  # fmt: skip
-    return found
+    sources, targets = map(list, zip(*split.pairs(), strict=True))
+    sides = {
+        "sources": ({"text": sources}, "max_length", max_length),
+        "targets": ({"text_target": targets}, "max_target_length", max_target_length),
+    }
+    return {side: warn_of_cuts(tokenizer, split.name, side, *limited) for side, limited in sides.items()}

@@ -22,7 +22,7 @@ from .data import (
     check_encoder_decoder,
     check_seq2seq_lengths,
     load_seq2seq_data,
-    warn_of_cuts,
+    warn_of_long_texts,
     with_recorded_texts,
 )
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix
@@ -64,7 +64,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self._check_dev_flags()
         longest_target = settings.max_target_length or settings.max_length  # the first is given by now
         for split in self.data.splits.values():
-            warn_of_cuts(split, self.tokenizer, settings.max_length, longest_target)
+            warn_of_long_texts(split, self.tokenizer, settings.max_length, longest_target)
         self.collate = pair_collator(
             self.tokenizer,
             settings.max_length,

@@ -9,7 +9,7 @@ from ..engine.session import configure_deepspeed
 from ..pretraining.span_corruption import SpanCorruption
 from .settings import UptrainingSettings
 
-__all__ = ["fit_batch_size", "sequences_per_step", "step_size"]
+__all__ = ["fit_batch_size", "mean_step", "sequences_per_step", "step_size"]
 
 
 def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
@@ -37,6 +37,11 @@ def sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -
     """Return the examples of a step on all processes."""
     of_a_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     return of_a_device * accelerator.num_processes
+
+
+def mean_step(examples: int, steps: int) -> int | float:
+    """Return the examples that a step read on average: fewer than asked for, where the text ended within steps."""
+    return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
 def step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:

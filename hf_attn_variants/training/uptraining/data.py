@@ -6,8 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...decoder_inputs import DecoderInput
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
+from ..engine.new_model import check_end_token
 from ..engine.text_rows import Collator, TextRows, hash_texts, masked_text_collator, pair_collator, text_collator
+from ..engine.tokenizers import check_max_length, warn_of_cuts
 from .settings import UptrainingSettings
 
 __all__ = ["UptrainingData", "hold_out", "load_uptraining_data"]
@@ -58,26 +61,51 @@ class UptrainingData:
 
 
 def load_uptraining_data(
-    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
+    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, reads: DecoderInput
 ) -> UptrainingData:
     """Read what the flags of `scripts/uptrain.py` name: sources and targets, or else texts or pairs to read as one.
 
     Args:
-        has_targets: whether a decoder reads targets.
+        settings: of the run.
+        config, tokenizer: of the model.
+        reads: what its decoder reads.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file holds something else, or a flag is missing.
+        ValueError: if a file holds something else, a flag is missing, targets are longer than the model's positions,
+            or the tokenizer ends none.
     """
-    collate = _collator(settings, config, tokenizer, has_targets)
-    train, held_out = (_read_pairs if has_targets else _read_texts)(settings)
+    if reads.is_target:
+        multiple = settings.pad_to_multiple_of
+        check_max_length(_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
+    if reads is DecoderInput.OWN_TARGETS:
+        check_end_token(settings, tokenizer)
+    collate = _collator(settings, config, tokenizer, reads.is_target)
+    train, held_out = (_read_pairs if reads.is_target else _read_texts)(settings)
     if not held_out:
         train, held_out = hold_out(train, settings.max_eval_samples)
-    return UptrainingData(
-        TextRows(train[: settings.max_train_samples]),
-        TextRows(held_out[: settings.max_eval_samples]).longest_first(),
-        collate,
-    )
+    train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
+    for split, rows in (("train", train), ("held out", held_out)):
+        _warn_of_long_rows(settings, tokenizer, split, rows, reads.is_target)
+    return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
+
+
+def _target_length(settings: UptrainingSettings) -> int:
+    return settings.max_target_length or settings.max_length
+
+
+def _warn_of_long_rows(
+    settings: UptrainingSettings, tokenizer: PreTrainedTokenizerBase, split: str, rows: list[Any], has_targets: bool
+) -> None:
+    columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
+    if has_targets:
+        sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
+        warn_of_cuts(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
+        limit = _target_length(settings)
+        warn_of_cuts(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
+        return
+    texts = dict(zip(("text", "text_pair"), columns, strict=False))
+    warn_of_cuts(tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length)
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
@@ -135,6 +163,4 @@ def _collator(
     start = config.decoder_start_token_id
     if start is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
-    return pair_collator(
-        tokenizer, *shape, settings.max_target_length or settings.max_length, start, settings.source_prefix
-    )
+    return pair_collator(tokenizer, *shape, _target_length(settings), start, settings.source_prefix)

@@ -239,8 +239,9 @@ def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_out
     if hidden_states or attention_outputs or embedding:
         rules["hidden_size"] = "--hidden_states_weight, --attention_outputs_weight and embeddings compare vectors"
     if hidden_states or attention_outputs:
-        rules["num_hidden_layers"] = "--hidden_states_weight and --attention_outputs_weight compare layer by layer"
-        rules["num_decoder_layers"] = rules["num_hidden_layers"]
+        reason = "--hidden_states_weight and --attention_outputs_weight compare layer by layer; 0 leaves them out"
+        # An encoder-decoder's first is the encoder's; its decoder has T5's name, or BART's.
+        rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
         mine, other = getattr(student, name, None), getattr(teacher, name, None)
         if mine != other:

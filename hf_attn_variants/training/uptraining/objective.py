@@ -40,6 +40,7 @@ __all__ = [
     "UptrainingObjective",
     "check_architecture",
     "check_teacher_length",
+    "check_teacher_types",
     "model_inputs",
     "term_weights",
 ]
@@ -232,9 +233,14 @@ class UptrainingEvaluator(Scores):
             if self.references is not None:
                 generated += self._generate(batch)
         totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
+        if not all(items for _, items in totals.values()):
+            raise ValueError(
+                "the held-out text has no token that a loss counts (none is masked, or each row is empty): give more "
+                "of it with --validation_file"
+            )
         metrics = {"loss": float(self.objective.total(totals))}
         for name, (total, items) in totals.items():
-            value = float(total / items.clamp(min=1))
+            value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
         if self.references is not None:
             metrics |= score_texts(["bleu"], generated, [(reference,) for reference in self.references])
@@ -313,7 +319,7 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
 def check_teacher_length(
     settings: UptrainingSettings, teacher: PreTrainedConfig, reads: DecoderInput, weights: TermWeights
 ) -> None:
-    """Check how many tokens the teacher is to read at once.
+    """Check how many tokens the teacher is to read at once, of texts and of targets.
 
     Raises:
         ValueError: if they are more than it has positions for, or pieces of a text make no answer for the whole.
@@ -327,6 +333,28 @@ def check_teacher_length(
         raise ValueError(
             f"--teacher {settings.teacher} has {positions} positions, for --max_length {settings.max_length}: give "
             f"--teacher_max_length, at most {positions}" + ("" if asked is None else f"; got {asked}")
+        )
+    targets = settings.max_target_length or settings.max_length
+    if positions is not None and reads.is_target and targets > positions:
+        raise ValueError(
+            f"--teacher {settings.teacher} has {positions} positions, for --max_target_length {targets}: give at most "
+            f"{positions}"
+        )
+
+
+def check_teacher_types(
+    settings: UptrainingSettings, teacher: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: bool
+) -> None:
+    """Check that the teacher of a model that tells the two texts of a pair apart can, too.
+
+    Raises:
+        ValueError: if it has an embedding for tokens of the first text alone.
+    """
+    kinds = getattr(teacher, "type_vocab_size", None)  # None: it is not told which
+    if pairs and "token_type_ids" in tokenizer.model_input_names and kinds is not None and kinds < 2:
+        raise ValueError(
+            f"--teacher {settings.teacher} has type_vocab_size {kinds}, and the tokens of a pair are of 2 types: give "
+            "a teacher that knows both, or texts that are not pairs"
         )
 
 

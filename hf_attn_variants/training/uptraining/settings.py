@@ -36,6 +36,7 @@ T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
 STREAM_FLAGS = (
     "dataset_name",
     "dataset_config_name",
+    "keep_whitespace",
     "shuffle_buffer_size",
     "noise_density",
     "mean_noise_span_length",
@@ -75,6 +76,7 @@ class UptrainingTextSettings(Settings):
         help="Folder or Hub id of a `datasets` source, streamed, instead of --train_file (span_corruption).",
     )
     dataset_config_name: str | None = redefault(TextSettings, "dataset_config_name")
+    keep_whitespace: bool = redefault(TextSettings, "keep_whitespace")
     # What a resumed run must share of a stream, other objectives do not have: see `UptrainingStream.fingerprint`.
     shuffle_buffer_size: int = redefault(
         TextSettings,

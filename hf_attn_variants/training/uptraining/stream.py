@@ -1,5 +1,6 @@
 """A stream of text to uptrain on by T5's pretraining objective: what `pretrain-t5` makes of the same text."""
 
+import logging
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,6 +16,8 @@ from ..pretraining.text_stream import read_blocks, stack_rows
 from .settings import UptrainingSettings
 
 __all__ = ["UptrainingStream"]
+
+logger = logging.getLogger(__name__)
 
 
 class UptrainingStream:
@@ -52,6 +55,7 @@ class UptrainingStream:
                 validation_file=settings.validation_file,
                 dataset_name=settings.dataset_name,
                 dataset_config_name=settings.dataset_config_name,
+                keep_whitespace=settings.keep_whitespace,
                 text_column=(settings.text_columns or (TextSettings.text_column,))[0],
             )
         )
@@ -69,6 +73,15 @@ class UptrainingStream:
         """Return the first training examples, no more than `count`."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
+
+    def warn_of_short_steps(self, sequences: int) -> None:
+        """Say if the text is over before a step has so many sequences: a step ends with it."""
+        count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
+        if count < sequences:
+            logger.warning(
+                "the text makes %d sequences, fewer than the %d of a step: each step reads those alone. Give more "
+                "text, or a smaller --total_train_batch_size", count, sequences,
+            )  # fmt: skip
 
     def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
         """Return the training batches."""

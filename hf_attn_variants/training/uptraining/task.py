@@ -42,7 +42,7 @@ from ..engine.settings import ModelSettings
 from ..engine.text_rows import TextRows
 from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from ..engine.tracking import read_log
-from .batch_size import fit_batch_size, sequences_per_step, step_size
+from .batch_size import fit_batch_size, mean_step, sequences_per_step, step_size
 from .data import UptrainingData, load_uptraining_data
 from .distillation import Teacher, check_teacher
 from .objective import (
@@ -51,6 +51,7 @@ from .objective import (
     UptrainingObjective,
     check_architecture,
     check_teacher_length,
+    check_teacher_types,
     model_inputs,
     term_weights,
 )
@@ -87,6 +88,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     rows: TextRows
 
+    # Of the merged model, where updates were trained beside the weights.
+    num_parameters: int | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
 
@@ -109,15 +112,16 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         if self.reads is DecoderInput.SOURCE:
             close_texts(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
+        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
-        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
+            check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
         settings = self.settings
         if settings.is_stream:
             return UptrainingStream(settings, self.config, self.tokenizer)
-        data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads.is_target)
+        data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads)
         self.rows = data.train
         return data
 
@@ -260,6 +264,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             logger.info("%d steps: %s of %d, rounded up", steps, settings.alpha, settings.pretraining_steps)
         if isinstance(self.data, UptrainingStream):
             logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
+            self.data.warn_of_short_steps(sequences_per_step(settings, self.accelerator))
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
@@ -288,6 +293,9 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
             **self.data.fingerprint(),
+            # Always, since a run's scores before and after the training stand side by side.
+            "held-out rows": len(self.data.held_out),
+            **self.dev_fingerprint(),
         }
 
     def dev_fingerprint(self) -> dict[str, Any]:
@@ -314,7 +322,12 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             setattr(self.model.config, name, value)
         names = [name for name in (*RISING_METRICS, *TERMS) if name in evaluator.metrics]
         self.shown_metrics = [name for name in names if name in RISING_METRICS] or names
-        return model if self.peft_model is None else self.peft_model.merge_and_unload()
+        self.read = loop.state.examples, loop.state.step
+        if self.peft_model is None:
+            return model
+        merged = self.peft_model.merge_and_unload()
+        self.num_parameters = sum(parameter.numel() for parameter in merged.parameters())
+        return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
@@ -335,8 +348,12 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def results(self) -> dict[str, Any]:
         settings = self.settings
         found = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
+        if self.num_parameters is not None:
+            found["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            found |= self.data.results() | {"sequences_per_step": sequences_per_step(settings, self.accelerator)}
+            examples, steps = self.read
+            read = mean_step(examples, steps) if steps else sequences_per_step(settings, self.accelerator)
+            found |= self.data.results() | {"sequences_per_step": read}
         return found
 
     def summary(self, results: dict[str, Any]) -> str:

@@ -1,0 +1,67 @@
+"""What comes after a search: the rows of its cache that are chosen, and another search with the same cache."""
+
+import pytest
+import torch
+import transformers
+from fixtures.caches import cache_of, with_cache
+from fixtures.upstream_seq2seq import source_batch, tiny_model
+
+from hf_attn_variants import share_memory
+
+CHOICES = {
+    "the samples of one sentence": ("batch_select_indices", [2, 3]),
+    "one of each": ("batch_select_indices", [0, 2, 5]),
+    "by a mask": ("batch_select_indices", [True, False, False, True, True, False]),
+    "fewer rows": ("reorder_cache", [1, 4]),
+    "as many as sentences": ("reorder_cache", [1, 0, 3]),
+    "within their sentences": ("reorder_cache", [1, 0, 2, 2, 5, 4]),
+    "across sentences": ("reorder_cache", [4, 5, 0, 0, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_is_chosen_of_a_searchs_cache_reads_its_own_source(choice, cross_cache):
+    """Of 2 beams each for 3 sentences some go on: their memory is that of their sentence, as upstream's."""
+    method, rows = CHOICES[choice]
+    rows = torch.tensor(rows)
+    upstream, shared = (tiny_model("bart") for _ in range(2))
+    share_memory(shared, cross_cache=cross_cache)
+    batch = source_batch("bart")
+    ids = torch.randint(3, 20, (6, 3), generator=torch.Generator().manual_seed(0))
+    mask = batch["attention_mask"].repeat_interleave(2, dim=0)
+    logits = []
+    for model in (upstream, shared):
+        states = model.get_encoder()(**batch).last_hidden_state
+        given = states if model is shared else states.repeat_interleave(2, dim=0)
+        own = batch["attention_mask"] if model is shared else mask
+        with torch.no_grad():
+            made = model(encoder_outputs=(given,), attention_mask=own, decoder_input_ids=ids, use_cache=True)
+            cache = cache_of(made)
+            getattr(cache, method)(rows)
+            chosen = states.repeat_interleave(2, dim=0)[rows]
+            more = {"encoder_outputs": (chosen,), "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, :1]}
+            logits.append(model(**more, **with_cache(cache)).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
+def test_a_static_cache_serves_one_search_after_another(family, cross_cache):
+    upstream, shared = (tiny_model(family) for _ in range(2))
+    share_memory(shared, cross_cache=cross_cache)
+    batch, caches = source_batch(family), []
+    for model in (upstream, shared):
+        parts = [transformers.StaticCache(config=model.config, max_cache_len=length) for length in (20, 11)]
+        caches.append(transformers.EncoderDecoderCache(*parts))
+    # Upstream's has six rows for good; ours any number.
+    for beams, rows, alike in ((2, [0, 1, 2], True), (2, [2, 1, 0], True), (6, [1], True), (1, [0, 1, 2], False)):
+        inputs = {name: value[rows] for name, value in batch.items()}
+        options = {"num_beams": beams, "max_new_tokens": 4, "min_new_tokens": 4}
+        other = with_cache(caches[0]) if alike else {}
+        theirs = upstream.generate(**inputs, **options, **other)
+        if not alike:
+            caches[1].self_attention_cache = transformers.StaticCache(config=shared.config, max_cache_len=20)
+        assert torch.equal(shared.generate(**inputs, **options, **with_cache(caches[1])), theirs)
+        for cache in caches:
+            cache.reset()
