@@ -67,8 +67,8 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # By the first, upstream refuses to train it.
-            vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save)
+            # By the first, upstream refuses to train it. A push would make a repository before it saves.
+            vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save, push_to_hub=_refuse_to_save)
             # In copies and pickles a partial is of the copied model.
             vars(module)["_apply"] = partial(_apply_unless_it_casts, module)
             vars(module)["num_parameters"] = partial(_num_parameters, module)

@@ -131,6 +131,8 @@ def test_it_is_not_saved(tmp_path):
             model.save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match="call `quantize` after loading"):
             model.get_encoder().save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match="call `quantize` after loading"):
+            model.push_to_hub("me/model")  # before a repository is made
     assert not (tmp_path / "model").exists()
 
 

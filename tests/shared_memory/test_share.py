@@ -361,3 +361,13 @@ def test_another_implementation_set_later_is_upstreams_call(source_form):
 def test_it_is_public():
     assert "share_memory" in hf_attn_variants.__all__ and "share_memory" in dir(hf_attn_variants)
     assert hf_attn_variants.share_memory is share_memory
+
+
+def test_a_whole_model_whose_cross_attention_is_not_known_is_named_so():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]
+    model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts))
+    with pytest.raises(ValueError, match=r"EncoderDecoderModel has no cross-attention that is known here\. Known are"):
+        share_memory(model.eval())
+    with pytest.raises(ValueError, match="that is known here: give the whole encoder-decoder"):
+        share_memory(tiny_model("bart").get_encoder())
