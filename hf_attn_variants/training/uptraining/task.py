@@ -262,7 +262,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         settings = self.settings
         if settings.alpha is not None:
             logger.info("%d steps: %s of %d, rounded up", steps, settings.alpha, settings.pretraining_steps)
-        if isinstance(self.data, UptrainingStream):
+        if steps and isinstance(self.data, UptrainingStream):
             logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
             self.data.warn_of_short_steps(sequences_per_step(settings, self.accelerator))
 
