@@ -1,0 +1,41 @@
+"""Every name that a benchmark takes from the package is there: many of them run by hand only."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def taken(path):
+    """What a file imports of the package and of the benchmarks: pairs of a module and a name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "hf_attn_variants",
+            "benchmarks",
+        ):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def is_there(module, name):
+    """Whether a module, or a folder of modules, has a name."""
+    if hasattr(importlib.import_module(module), name):
+        return True
+    try:
+        importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
+def test_what_a_benchmark_imports_is_there(path):
+    assert not [pair for pair in taken(path) if not is_there(*pair)]
