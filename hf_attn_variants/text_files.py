@@ -125,7 +125,7 @@ def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
 def filled_rows(
     place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows without a blank text; warn of those that are left out with a text.
+    """Return the rows without a blank text; warn of those that are left out.
 
     Args:
         place: where they were read.
@@ -135,9 +135,9 @@ def filled_rows(
     """
     blank = [[*map(is_blank, texts)] for texts in rows]
     filled = [texts for texts, are_blank in zip(rows, blank, strict=True) if not any(are_blank)]
-    if halves := [i for i, are_blank in enumerate(blank) if any(are_blank) and not all(are_blank)]:
+    if left := [i for i, are_blank in enumerate(blank) if any(are_blank)]:
         message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
-        logger.warning(message, place, len(halves), len(rows), what, place_of(halves[0]))
+        logger.warning(message, place, len(left), len(rows), what, place_of(left[0]))
     return filled
 
 

@@ -121,12 +121,15 @@ def test_a_column_that_is_nearly_there_is_named(tmp_path):
 
 def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
     assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
-    assert "a.csv: 1 of 3 rows are left out, for one of their texts is blank" in caplog.text
+    assert "a.csv: 2 of 3 rows are left out, for one of their texts is blank" in caplog.text
     assert f"the first is {tmp_path}/a.csv, line 3, row 2" in caplog.text
     (tmp_path / "s.txt").write_text("a\nb\n")
     (tmp_path / "t.txt").write_text("\nb\n")
     assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt") == [("b", "b")]
     assert "1 of 2 lines are left out" in caplog.text and "the first is line 1" in caplog.text
+    (tmp_path / "both.txt").write_text("a\n\nb\n")
+    assert read_pairs(tmp_path / "both.txt", tmp_path / "both.txt") == [("a", "a"), ("b", "b")]
+    assert "1 of 3 lines are left out" in caplog.text and "the first is line 2" in caplog.text
 
 
 def conll(tmp_path, text, **options):

@@ -99,7 +99,7 @@ def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, capl
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
     assert read_columns([path], ("s", "t")) == [("one", "two")]
     assert (
-        "1 of 3 rows are left out, for one of their texts is blank; the first is" in caplog.text
+        "2 of 3 rows are left out, for one of their texts is blank; the first is" in caplog.text
         and "row 1" in caplog.text
     )
 

@@ -64,7 +64,9 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
             raise ValueError(f"the tokenizer of a Whisper must know {' and '.join(missing)}.")
         prompt = [vocabulary.index(TRANSCRIPT), vocabulary.index(NO_TIMES)]
     else:
-        never = sorted({*never, *(words[0] for words in generation.bad_words_ids or [] if len(words) == 1)})
+        # The end token among them is ignored by `generate`, too.
+        alone = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
+        never = sorted({*never, *alone})
         if generation.forced_bos_token_id is not None:
             prompt.append(generation.forced_bos_token_id)
     unknown = tokenizer.unk_token if tokenizer.unk_token in vocabulary else vocabulary[ends[0]]

@@ -23,7 +23,17 @@ BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run on a task: the model that it began with, its seed, and its score on the dev set, from 0 to 1."""
+    """A run on a task.
+
+    Attributes:
+        folder: its.
+        benchmark, task: what it was scored on.
+        model: which it began with.
+        seed: its.
+        score: on the dev set, from 0 to 1.
+        rows: how many the dev set has.
+        metrics: those whose mean the score is.
+    """
 
     folder: Path
     benchmark: str
@@ -31,6 +41,8 @@ class Run:
     model: str
     seed: int
     score: float
+    rows: int | None = None
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,8 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
         of a part of its dev set.
 
     Raises:
-        OSError, ValueError: if a folder is not there, results cannot be read, there is no run, or two are of one task,
-            model and seed.
+        OSError, ValueError: if a folder is not there, results cannot be read, there is no run, two are of one task,
+            model and seed, or two of one task were scored on different rows or by different metrics.
     """
     runs: list[Run] = []
     left_out: dict[str, str] = {}
@@ -122,7 +134,25 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
                 f"{run.seed}: give one of them"
             )
         seen[key] = run.folder
+    _check_alike(runs)
     return runs, left_out
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    """Check that the scores of a task are all of as many rows, and of the same metrics."""
+    firsts: dict[tuple[str, str], Run] = {}
+    for run in runs:
+        first = firsts.setdefault((run.benchmark, run.task), run)
+        for what, one, other in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
+            if one != other:
+                raise ValueError(
+                    f"{first.folder} and {run.folder} are both of {run.benchmark} {run.task}, and their {what} differ "
+                    f"({_shown(one)} and {_shown(other)}): evaluate both on one dev set, or give one of them"
+                )
+
+
+def _shown(value: int | tuple[str, ...] | None) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
 
 
 def _run(folder: Path) -> Run | str:
@@ -140,10 +170,14 @@ def _run(folder: Path) -> Run | str:
     undefined = [name for name in _metrics(results, BENCHMARKS[benchmark][task]) if results.get(name, 0) is None]
     if undefined:
         return f"{undefined[0]} is not defined on its dev set, as of predictions that are all the same"
+    if results.get("eval_loss", 0) is None:
+        return "its dev loss is no number, so its predictions are those of no model"
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
-    return Run(folder, benchmark, task, model, seed, _score(results, BENCHMARKS[benchmark][task], folder))
+    metrics = BENCHMARKS[benchmark][task]
+    score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
+    return Run(folder, benchmark, task, model, seed, score, results.get("eval_samples"), names)
 
 
 def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:

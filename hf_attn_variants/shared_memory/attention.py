@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
+from ..modeling.attention.shared_rows import share_rows
 from ..modeling.ops.query_folding import is_traced
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.upstream import Arguments, known_imports, refuse_unknown
-from .cache_layers import SourceLayer, held_layer, hold_source, holds_anything, share_rows
+from .cache_layers import SourceLayer, held_layer, hold_source, holds_anything
 from .known_attentions import CrossAttention, forward_owner, kind_of
 
 with known_imports():

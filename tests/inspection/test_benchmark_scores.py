@@ -119,3 +119,20 @@ def test_a_score_that_is_not_defined_leaves_its_run_out(write, capsys):
     found = average(constant, write("two", "rte", accuracy=0.6))
     assert found["left_out"][str(constant)].startswith("eval_pearson is not defined on its dev set")
     assert list(found["glue"][0]["tasks"]) == ["rte"] and "left out: " in capsys.readouterr().out
+
+
+def test_a_run_whose_loss_is_no_number_is_left_out(write, capsys):
+    folders = [write("good", "sst2", 1, accuracy=0.9, loss=0.2), write("nan", "sst2", 2, accuracy=0.5, loss=None)]
+    [found] = average(*folders)["glue"]
+    assert found["tasks"]["sst2"]["seeds"] == {1: 0.9}
+    assert "its dev loss is no number" in capsys.readouterr().out
+
+
+def test_runs_of_other_rows_or_metrics_are_not_averaged(write):
+    rows = [write(f"sst{n}", "sst2", n, accuracy=0.9, samples=samples) for n, samples in ((1, 872), (2, 100))]
+    with pytest.raises(ValueError, match=r"sst1 and .*sst2 are both of glue .*their rows differ \(872 and 100\)"):
+        average(*rows)
+    second = {"accuracy_mm": 0.7}
+    sets = [write(f"mnli{n}", "mnli", n, accuracy=0.8, samples=9, **(second if n == 1 else {})) for n in (1, 2)]
+    with pytest.raises(ValueError, match=r"metrics differ \(eval_accuracy, eval_accuracy_mm and eval_accuracy\)"):
+        average(*sets)

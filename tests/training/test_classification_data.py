@@ -66,6 +66,8 @@ def columns_of(split):
         (["-.5", "2."], (REGRESSION, None)),
         ([("a", "b"), (), ("c",)], (MULTI_LABEL, ("a", "b", "c"))),
         ([("10",), ("9", "2")], (MULTI_LABEL, ("2", "9", "10"))),
+        ([("1", "0"), ("0",), ("1",)], (MULTI_LABEL, ("0", "1"))),
+        ([("yes", "no"), ("no", "yes")], (MULTI_LABEL, ("no", "yes"))),
     ],
 )
 def test_labels_say_what_they_are(cells, expected):
@@ -86,6 +88,9 @@ def test_labels_say_what_they_are(cells, expected):
         ([("a",), "b"], r"^row 1: one label, 'b', where row 0 has a list"),
         (["['a', 'b']", "['c']"], r"^row 0: the label .* looks like a list: .* --label_separator"),
         ([f"text {i}" for i in range(201)], r"^row 0: there are 201 different labels, such as 'text 0', 'text 1'"),
+        ([("1", "0"), ("0", "1")], r"^row 0: \['1', '0'\] seems to say of each class whether the row has it"),
+        ([("0.0", "1.0"), ("0.0", "1.0")], r"^row 0: .* give the names of those that it has"),
+        ([("False", "True"), ("True", "False")], r"^row 0: .* give the names of those that it has"),
         ([str(i) for i in range(201)], r"there are 201 different labels, such as '0', '1', '2': say by --problem"),
     ],
 )
@@ -125,6 +130,10 @@ def test_a_cell_is_read(value, separator, expected):
     [
         ("a;;b", ";", "one of the labels .* is empty"),
         ("a;b;a", ";", "the label 'a' stands twice"),
+        ([1, 0, 0], None, r"\['1', '0', '0'\] seems to say of each class whether the row has it: give the names"),
+        ([True, True], None, r".* give the names of those that it has"),
+        ([0.0, 0.0, 1.0], None, r".* give the names of those that it has"),
+        (["1", "1", "2"], None, "the label '1' stands twice"),
         (["a", ["b"]], None, r"a label is a text or a finite number, got \['b'\]"),
         (["a", None], None, "a label is a text or a finite number, got None"),
         ({"x": 1}, None, "a label is a text or a finite number"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures.uptraining import make_bert, make_t5
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from hf_attn_variants import cli, convert
@@ -17,6 +17,7 @@ from hf_attn_variants.commands import glue as glue_command
 from hf_attn_variants.commands import hf_names
 from hf_attn_variants.commands.classify import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.hub import model_card
 from hf_attn_variants.training.glue.data import load_glue
@@ -332,6 +333,23 @@ def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, 
         run(None, None, "--num_train_epochs", 0, *TEXT, out="no_head", test=test)
     named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
     assert "test_accuracy" in named
+
+
+def test_outputs_that_are_nan_are_never_scored(run, sorts, tmp_path):
+    train, dev, _, _ = sorts
+    _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
+    weights = load_file(out / "model.safetensors")
+    name, value = "classifier.bias", weights["classifier.bias"].clone()
+    only = None, dev, "--num_train_epochs", 0
+    save_file(weights | {name: torch.full_like(value, torch.nan)}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has NaN in 1 of its tensors, such as classifier\.bias"):
+        run(*only, model=out, out="damaged")
+    # Each weight is a number, and their products are too large to be any.
+    inputs = weights["classifier.weight"].clone()
+    inputs[:] = 3e38
+    save_file(weights | {"classifier.weight": inputs}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFiniteLossError, match=r"outputs are NaN or infinite for .* of validation"):
+        run(*only, model=out, out="overflow")
 
 
 def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplog):

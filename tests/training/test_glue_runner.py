@@ -223,6 +223,8 @@ def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
     ):
         run("stsb", *flags, output_dir=tmp_path / "no_head")
     _, trained = run("stsb", "--max_train_steps", 1, output_dir=tmp_path / "trained")
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0: .* classifies 1 labels \(score\) and the task has 2"):
+        run("cola", "--num_train_epochs", 0, model=trained, output_dir=tmp_path / "other_head")
     without, out = run("stsb", *flags, model=trained)
     assert without["steps"] == without["train_samples"] == 0 and (out / "predictions_STS-B.tsv").is_file()
     with pytest.raises(OSError, match=r"train\.tsv: no such file"):

@@ -427,10 +427,14 @@ def test_alpha_is_a_share_of_the_pretraining_steps(run):
 def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert, tmp_path):
     teacher = shutil.copytree(bert, tmp_path / "broken")
     tensors = load_file(teacher / "model.safetensors")
-    tensors["bert.encoder.layer.1.output.dense.bias"][:] = math.nan
-    save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NonFiniteLossError, match="held-out loss is nan before training"):
-        run(teacher=teacher)
+    for value, error, message in (
+        (math.nan, ValueError, r"has NaN in 1 of its tensors, such as bert\.encoder\.layer\.1\.output\.dense\.bias"),
+        (math.inf, NonFiniteLossError, "held-out loss is nan before training"),
+    ):
+        tensors["bert.encoder.layer.1.output.dense.bias"][:] = value
+        save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+        with pytest.raises(error, match=message):
+            run(teacher=teacher)
 
 
 @pytest.mark.parametrize(

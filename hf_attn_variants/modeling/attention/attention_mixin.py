@@ -15,6 +15,7 @@ from ..variant_names import EAGER, SDPA
 from .attention_interface import attention_function
 from .decoder_caches import prepare_cache
 from .latent_attention import attend_to_latent, keys_and_values, shared_latent
+from .shared_rows import beams_of, note_beams
 
 with known_imports():
     from transformers import initialization as init
@@ -133,6 +134,8 @@ class AttentionVariantMixin(_Attention):
             )
         if cache is not None:
             prepare_cache(self, cache, memory)
+            if memory is not None and self.heads.rank is None:
+                note_beams(cache, self.layer_idx, states, memory)
         check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
             name = "self_attention_cache" if memory is None else "cross_attention_cache"
@@ -213,7 +216,7 @@ class AttentionVariantMixin(_Attention):
             cache: the cache that this call reads and writes, if any.
         """
         if memory is not None:
-            return shared_latent(cache, memory, self.layer_idx)
+            return shared_latent(cache, memory, self.layer_idx, beams_of(states, memory))
         return self.own_latent(states, cache), None
 
     def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:

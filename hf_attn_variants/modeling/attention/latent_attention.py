@@ -25,6 +25,7 @@ from ..upstream import known_imports
 from ..upstream_checks import check_caches
 from ..variant_names import EAGER
 from .attention_interface import attention_function
+from .shared_rows import SharedRows, share_rows
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -50,21 +51,22 @@ EXPANDED = "_expanded_latents"
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
-class LatentLayer(DynamicLayer):
+class LatentLayer(SharedRows, DynamicLayer):
     """The layer of a dynamic cache that keeps a latent [b, 1, m, r] as it is, where `update` copies it.
 
     It may be the encoder's outputs themselves, which other callers read as well: nothing writes into it.
     """
 
-    def __init__(self, latent: torch.Tensor) -> None:
+    def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
         super().__init__()
+        self.beams = beams
         self.lazy_initialization(latent, latent)
         self.keys, self.values = latent, latent[..., :0]
 
     def reset(self) -> None:
         """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
         self.keys = self.values = None
-        self.is_initialized = False
+        self.is_initialized, self.beams = False, 1
         vars(self).pop(EXPANDED, None)
 
 
@@ -136,7 +138,7 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int, beams: int = 1) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     The cache's first layer holds it, the others have it from that one: so one tensor is reordered, repeated and
@@ -146,6 +148,7 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
         cache: the decoder's, if any; a plain one has no place for a memory.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
+        beams: how many rows of the decoder read one of the memory's.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
@@ -156,10 +159,12 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
     if not holds_latent(cache):
         latent = memory[:, None]
         if cross.is_compileable:
+            if beams > 1:
+                share_rows(cache, 0, beams)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent)]
+            cross.layers[:] = [LatentLayer(latent, beams)]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))

@@ -21,7 +21,7 @@ from ..engine.table_splits import (
     text_of,
 )
 from .columns import find_label_column, find_text_columns
-from .labels import Cell, LabelScheme, counted, listed, problem_type_of, read_cell, sorted_names
+from .labels import Cell, LabelScheme, counted, listed, look, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
 from .splits import ClassificationSplit, make_rows
 
@@ -203,10 +203,21 @@ def _scheme_of_training(
     if len(names) < 1 + (kind == SINGLE_LABEL):
         what = f"every training row has the label {names[0]!r}" if names else "no training row has a label"
         raise ValueError(f"{rows.where(0)}: {what}: there is nothing to tell apart")
-    lowered = Counter(name.lower() for name in names)
+    _tell_odd_names(kind, names, rows.cells)
+    return LabelScheme(kind, names)
+
+
+def _tell_odd_names(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
+    """Warn of labels that look alike, and of several labels a row of one that all rows have."""
+    lowered, looks = Counter(name.lower() for name in names), Counter(map(look, names))
     if alike := [name for name in names if lowered[name.lower()] > 1]:
         logger.warning("labels that differ in case alone are different ones: %s", listed(alike))
-    return LabelScheme(kind, names)
+    if twins := [ascii(name) for name in names if looks[look(name)] > lowered[name.lower()]]:
+        logger.warning("labels that look the same are different ones: %s", ", ".join(twins[:8]))
+    if kind == MULTI_LABEL:
+        found = Counter(name for cell in cells for name in cell or ())
+        if everywhere := [name for name in names if found[name] == len(cells)]:
+            logger.warning("every training row has the label %s: nothing can be learned of it", listed(everywhere))
 
 
 def _scheme_of_checkpoint(

@@ -2,6 +2,7 @@
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ __all__ = [
     "class_weights",
     "counted",
     "listed",
+    "look",
     "problem_type_of",
     "read_cell",
     "sorted_names",
@@ -35,6 +37,9 @@ COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
 # More different labels are classes only where somebody says so: they may be texts, ids or a scale.
 MOST_CLASSES = 200
 SHOWN = 8
+# What stands in a list that says of each class in turn whether a row has it.
+INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
+INDICATOR_ADVICE = "{!r:.80} seems to say of each class whether the row has it: give the names of those that it has"
 NO_LABEL = (
     "there is no label; where rows have several, or none, say with --label_separator what divides them, or give "
     "each a list in JSON"
@@ -74,6 +79,8 @@ def _text(value: Any, where: str) -> str:
 def _several(labels: list[str], where: str) -> tuple[str, ...]:
     if "" in labels:
         raise ValueError(f"{where}: one of the labels {labels!r:.200} is empty")
+    if len(labels) > 1 and INDICATORS.issuperset(label.lower() for label in labels) and len(set(labels)) < len(labels):
+        raise ValueError(f"{where}: {INDICATOR_ADVICE.format(labels)}")
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
         raise ValueError(f"{where}: the label {twice[0]!r} stands twice")
     return tuple(labels)
@@ -96,6 +103,7 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
             raise ValueError(
                 f"{where(one)}: one label, {cells[one]!r}, where {where(several)} has a list: give each row a list"
             )
+        _check_names(cells, where)
         return MULTI_LABEL
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
@@ -132,6 +140,20 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
             f"they are classes ({SINGLE_LABEL}) or, if they are numbers, a scale ({REGRESSION})"
         )
     return SINGLE_LABEL
+
+
+def _check_names(cells: Sequence[Cell], where: Where) -> None:
+    """Check that lists of labels hold names: of two classes [1, 0] and [0, 1] would give each row both."""
+    rows = [cell for cell in cells if isinstance(cell, tuple)]
+    indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
+    if indicates and len({frozenset(row) for row in rows}) == 1:
+        raise ValueError(f"{where(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
+
+
+def look(name: str) -> str:
+    """Return a label as it looks: letters composed, without case and without characters that are not seen."""
+    shown = "".join(each for each in unicodedata.normalize("NFKC", name) if unicodedata.category(each) != "Cf")
+    return shown.casefold()
 
 
 def sorted_names(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -187,8 +209,10 @@ class LabelScheme:
 
     def _id(self, name: str, ids: Mapping[str, int], number: int, where: Where) -> int:
         if name not in ids:
+            # One that only looks like a class is shown by its characters' codes.
+            shown = ascii(name) if look(name) in map(look, ids) else repr(name)
             raise ValueError(
-                f"{where(number)}: the label {name!r:.80} is none of {listed(self.names)}: these are the model's, "
+                f"{where(number)}: the label {shown:.80} is none of {listed(self.names)}: these are the model's, "
                 "which are those of the training rows, or of --labels"
             )
         return ids[name]

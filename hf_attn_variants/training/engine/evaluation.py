@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ...errors import NonFiniteLossError
 from .dataloaders import in_rows_order
 from .settings import OutputSettings
 from .tracking import progress_bar
@@ -57,6 +58,10 @@ def run_rows(
 
     Returns:
         Each of the tensors for all rows, in the rows' own order.
+
+    Raises:
+        NonFiniteLossError: if some of them are NaN or infinite: the likeliest of these is the first class or word, and
+            would be scored as an answer. Minus infinity is what there is no choice for.
     """
     model.eval()
     gathered: list[Any] = []
@@ -65,4 +70,17 @@ def run_rows(
     ):
         # Rows repeated to fill the last batch of each process are left out again.
         gathered.append([part.cpu() for part in accelerator.gather_for_metrics(outputs(batch))])
-    return [in_rows_order(torch.cat(parts), order) for parts in zip(*gathered, strict=True)]
+    parts = [torch.cat(each) for each in zip(*gathered, strict=True)]
+    _check_numbers(parts, name)
+    return [in_rows_order(part, order) for part in parts]
+
+
+def _check_numbers(parts: Sequence[Tensor], name: str) -> None:
+    """Check that no row has an output that is NaN or infinite; minus infinity stands for none."""
+    bad_parts = [part.isnan() | part.isposinf() for part in parts]
+    rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
+    if bad := int(rows.sum()):
+        raise NonFiniteLossError(
+            f"the model's outputs are NaN or infinite for {bad} of {len(rows)} rows of {name}: no scores are made. "
+            "Its weights have NaN in them, or its numbers grow too large: try --mixed_precision no"
+        )

@@ -135,6 +135,11 @@ def load_classifier(
     kind = model_class.__name__.removeprefix("AutoModel")
     is_classifier = any(kind in name for name in config.architectures or [])
     replaced = is_classifier and len(had) != len(names)
+    if replaced and isinstance(settings, TrainingSettings) and settings.only_evaluates:
+        raise ValueError(
+            f"--num_train_epochs 0: {settings.model_name_or_path} classifies {len(had)} labels "
+            f"({', '.join(had).lower()}) and the task has {len(names)}: its output layer would be a new, random one"
+        )
     if replaced and not _is_resumed(settings):
         logger.warning(
             "%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
@@ -195,9 +200,20 @@ def load_model_and_rest(
             f"such as {missing[0]} (its config.json names {saved}; whatever the head, `attn-variants uptrain "
             "--objective distill` trains it on)"
         )
+    _check_weights(model, settings.model_name_or_path)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, sorted(report["unexpected_keys"])
+
+
+def _check_weights(model: PreTrainedModel, name: str | None) -> None:
+    """Check that no weight is NaN: a search would write the vocabulary's first words, and score them."""
+    # A sum is fast, and NaN where a term is; of huge numbers it may be NaN, too.
+    with torch.no_grad():
+        suspects = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
+        bad = [key for key, tensor in suspects.items() if tensor.isnan().any()]
+    if bad:
+        raise ValueError(f"{name} has NaN in {len(bad)} of its tensors, such as {bad[0]}: it was damaged, or diverged")
 
 
 def _is_resumed(settings: ModelSettings) -> bool:
