@@ -88,15 +88,30 @@ def test_labels_say_what_they_are(cells, expected):
         ([("a",), "b"], r"^row 1: one label, 'b', where row 0 has a list"),
         (["['a', 'b']", "['c']"], r"^row 0: the label .* looks like a list: .* --label_separator"),
         ([f"text {i}" for i in range(201)], r"^row 0: there are 201 different labels, such as 'text 0', 'text 1'"),
-        ([("1", "0"), ("0", "1")], r"^row 0: \['1', '0'\] seems to say of each class whether the row has it"),
-        ([("0.0", "1.0"), ("0.0", "1.0")], r"^row 0: .* give the names of those that it has"),
-        ([("False", "True"), ("True", "False")], r"^row 0: .* give the names of those that it has"),
         ([str(i) for i in range(201)], r"there are 201 different labels, such as '0', '1', '2': say by --problem"),
     ],
 )
 def test_what_could_be_meant_otherwise_is_refused(cells, message):
     with pytest.raises(ValueError, match=message):
         problem_type_of(cells, lambda row: f"row {row}")
+
+
+@pytest.mark.parametrize("flags", [(), ("--problem_type", MULTI_LABEL), ("--labels", "0", "1")])
+@pytest.mark.parametrize(
+    "two", [("[1, 0]", "[0, 1]"), ("[0.0, 1.0]", "[1.0, 0.0]"), ("[true, false]", "[false, true]")]
+)
+def test_lists_that_say_of_each_class_whether_the_row_has_it_are_no_names(load, two, flags):
+    rows = "".join(f'{{"text": "a", "label": [{label}]}}\n' for label in two)
+    with pytest.raises(ValueError, match=r"row 1.*: .* seems to say of each class whether the row has it: give"):
+        load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
+
+
+def test_labels_that_look_alike_and_labels_of_all_rows_are_told(load, caplog):
+    names = ("caf\u00e9", "cafe\u0301", "pos", "pos\u200b")
+    rows = "".join(json.dumps({"text": "a", "label": [name, "any"]}) + "\n" for name in names)
+    load({"train.jsonl": rows, "dev.jsonl": rows})
+    assert r"labels that look the same are different ones: 'cafe\u0301', 'caf\xe9', 'pos', 'pos\u200b'" in caplog.text
+    assert "every training row has the label 'any'" in caplog.text
 
 
 def test_two_hundred_labels_are_classes():

@@ -21,7 +21,7 @@ from ..engine.table_splits import (
     text_of,
 )
 from .columns import find_label_column, find_text_columns
-from .labels import Cell, LabelScheme, counted, listed, look, problem_type_of, read_cell, sorted_names
+from .labels import Cell, LabelScheme, check_names, counted, listed, look, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
 from .splits import ClassificationSplit, make_rows
 
@@ -190,6 +190,8 @@ def _scheme_of_training(
     if kind is None and class_names is not None:
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
     kind = kind or problem_type_of(rows.cells, rows.where)
+    if kind == MULTI_LABEL:
+        check_names(rows.cells, rows.where)
     if kind == REGRESSION:
         if settings.labels is not None:
             raise ValueError(f"{rows.where(0)}: labels are numbers on a scale (regression), and --labels are names")

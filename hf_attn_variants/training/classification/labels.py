@@ -14,6 +14,7 @@ from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 __all__ = [
     "Cell",
     "LabelScheme",
+    "check_names",
     "class_weights",
     "counted",
     "listed",
@@ -103,7 +104,6 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
             raise ValueError(
                 f"{where(one)}: one label, {cells[one]!r}, where {where(several)} has a list: give each row a list"
             )
-        _check_names(cells, where)
         return MULTI_LABEL
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
@@ -142,8 +142,12 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
     return SINGLE_LABEL
 
 
-def _check_names(cells: Sequence[Cell], where: Where) -> None:
-    """Check that lists of labels hold names: of two classes [1, 0] and [0, 1] would give each row both."""
+def check_names(cells: Sequence[Cell], where: Where) -> None:
+    """Check that lists of labels hold names: of two classes [1, 0] and [0, 1] would give each row both.
+
+    Raises:
+        ValueError: if all say 0 or 1 of two classes; longer ones have a label twice, which `read_cell` refuses.
+    """
     rows = [cell for cell in cells if isinstance(cell, tuple)]
     indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
     if indicates and len({frozenset(row) for row in rows}) == 1:
