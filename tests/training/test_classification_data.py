@@ -101,7 +101,7 @@ def test_what_could_be_meant_otherwise_is_refused(cells, message):
     "two", [("[1, 0]", "[0, 1]"), ("[0.0, 1.0]", "[1.0, 0.0]"), ("[true, false]", "[false, true]")]
 )
 def test_lists_that_say_of_each_class_whether_the_row_has_it_are_no_names(load, two, flags):
-    rows = "".join(f'{{"text": "a", "label": [{label}]}}\n' for label in two)
+    rows = "".join(f'{{"text": "a", "label": {label}}}\n' for label in two)
     with pytest.raises(ValueError, match=r"row 1.*: .* seems to say of each class whether the row has it: give"):
         load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
 
