@@ -15,12 +15,7 @@ with known_imports():
 
 check_caches()
 
-__all__ = [
-    "SourceLayer",
-    "held_layer",
-    "hold_source",
-    "holds_anything",
-]
+__all__ = ["SourceLayer", "held_layer", "hold_source", "holds_anything"]
 
 
 class SourceLayer(SharedDynamicLayer):

@@ -3,22 +3,13 @@
 import pytest
 import torch
 from architectures import BATCH, LENGTH, T5
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import CHOICES, cache_of, with_cache
 from relatives import ENCODER_DECODERS
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 BEAMS = 2
 BART = ENCODER_DECODERS[0]
-CHOICES = {
-    "beams of one sentence": ("batch_select_indices", [2, 3]),
-    "one of each": ("batch_select_indices", [0, 2, 5]),
-    "by a mask": ("batch_select_indices", [True, False, False, True, True, False]),
-    "fewer rows": ("reorder_cache", [1, 4]),
-    "as many as sentences": ("reorder_cache", [1, 0, 3]),
-    "within their sentences": ("reorder_cache", [1, 0, 2, 2, 5, 4]),
-    "across sentences": ("reorder_cache", [4, 5, 0, 0, 2, 3]),
-}
 FORMS = {
     "plain": {},
     "grouped": {"num_key_value_heads": 4},

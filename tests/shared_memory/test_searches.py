@@ -3,20 +3,10 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import CHOICES, cache_of, with_cache
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 from hf_attn_variants import share_memory
-
-CHOICES = {
-    "the samples of one sentence": ("batch_select_indices", [2, 3]),
-    "one of each": ("batch_select_indices", [0, 2, 5]),
-    "by a mask": ("batch_select_indices", [True, False, False, True, True, False]),
-    "fewer rows": ("reorder_cache", [1, 4]),
-    "as many as sentences": ("reorder_cache", [1, 0, 3]),
-    "within their sentences": ("reorder_cache", [1, 0, 2, 2, 5, 4]),
-    "across sentences": ("reorder_cache", [4, 5, 0, 0, 2, 3]),
-}
 
 
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])

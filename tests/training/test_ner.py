@@ -5,10 +5,13 @@ import json
 import re
 
 import pytest
-from transformers import AutoModelForTokenClassification
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from hf_attn_variants.commands.ner import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.training.ner.data import load_sentences, read_conll
 from hf_attn_variants.training.ner.task import score_entities
 
@@ -153,6 +156,21 @@ def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
 def test_a_model_without_a_trained_head_is_not_evaluated(run):
     with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words; .* was saved as Bert"):
         run("--num_train_epochs", 0)
+
+
+def test_outputs_that_are_nan_or_infinite_give_no_tags(run, tmp_path):
+    """Sentences without tags have no loss to say so."""
+    _, out = run("--max_train_steps", 1)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ann, left = (tokenizer(word, add_special_tokens=False).input_ids for word in ("Ann", "left"))
+    weights = load_file(out / "model.safetensors")
+    weights["bert.embeddings.word_embeddings.weight"][sorted({*left} - {*ann})] = torch.inf
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    (tmp_path / "dev.txt").write_text("Ann B-PER\n")
+    (tmp_path / "plain.txt").write_text("Ann\n\nAnn\nleft\n")
+    flags = "--validation_file", tmp_path / "dev.txt", "--test_file", tmp_path / "plain.txt"
+    with pytest.raises(NonFiniteLossError, match="outputs are NaN or infinite for 1 of 2 rows of test"):
+        run("--num_train_epochs", 0, *flags, model=out, out="again")
 
 
 def test_a_run_with_other_tags_is_another_run(run, tmp_path):

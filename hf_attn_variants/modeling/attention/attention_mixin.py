@@ -15,7 +15,7 @@ from ..variant_names import EAGER, SDPA
 from .attention_interface import attention_function
 from .decoder_caches import prepare_cache
 from .latent_attention import attend_to_latent, keys_and_values, shared_latent
-from .shared_rows import beams_of, note_beams
+from .shared_rows import note_beams
 
 with known_imports():
     from transformers import initialization as init
@@ -216,7 +216,7 @@ class AttentionVariantMixin(_Attention):
             cache: the cache that this call reads and writes, if any.
         """
         if memory is not None:
-            return shared_latent(cache, memory, self.layer_idx, beams_of(states, memory))
+            return shared_latent(cache, memory, self.layer_idx, states)
         return self.own_latent(states, cache), None
 
     def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:

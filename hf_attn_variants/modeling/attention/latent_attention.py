@@ -25,7 +25,7 @@ from ..upstream import known_imports
 from ..upstream_checks import check_caches
 from ..variant_names import EAGER
 from .attention_interface import attention_function
-from .shared_rows import SharedRows, share_rows
+from .shared_rows import SharedRows, beams_of, note_beams
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -138,7 +138,7 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: Any, memory: torch.Tensor, layer: int, beams: int = 1) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     The cache's first layer holds it, the others have it from that one: so one tensor is reordered, repeated and
@@ -148,7 +148,7 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, beams: int = 1) 
         cache: the decoder's, if any; a plain one has no place for a memory.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
-        beams: how many rows of the decoder read one of the memory's.
+        states: the decoder's [b B, n, D], of the B beams of each memory.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
@@ -159,12 +159,11 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, beams: int = 1) 
     if not holds_latent(cache):
         latent = memory[:, None]
         if cross.is_compileable:
-            if beams > 1:
-                share_rows(cache, 0, beams)
+            note_beams(cache, 0, states, memory)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, beams)]
+            cross.layers[:] = [LatentLayer(latent, beams_of(states, memory))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))

@@ -80,9 +80,9 @@ def _text(value: Any, where: str) -> str:
 def _several(labels: list[str], where: str) -> tuple[str, ...]:
     if "" in labels:
         raise ValueError(f"{where}: one of the labels {labels!r:.200} is empty")
-    if len(labels) > 1 and INDICATORS.issuperset(label.lower() for label in labels) and len(set(labels)) < len(labels):
-        raise ValueError(f"{where}: {INDICATOR_ADVICE.format(labels)}")
     if twice := [label for label, count in Counter(labels).items() if count > 1]:
+        if INDICATORS.issuperset(map(str.lower, labels)):
+            raise ValueError(f"{where}: {INDICATOR_ADVICE.format(labels)}")
         raise ValueError(f"{where}: the label {twice[0]!r} stands twice")
     return tuple(labels)
 

@@ -139,10 +139,11 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
             logits = plain_logits(self.model, batch)
             found = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, n], of one n
-            return found, *token_cross_entropy(logits, batch["labels"])
+            # Of sentences without tags the largest number alone says that outputs are none.
+            return found, *token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
         loader, order, places = self.sets[split]
-        found, losses, counts = run_rows(self.accelerator, self.model, loader, order, outputs, split, self.settings)
+        found, losses, counts, _ = run_rows(self.accelerator, self.model, loader, order, outputs, split, self.settings)
         tags = [
             [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
             for row, at, (words, _) in zip(found, places, self.splits[split], strict=True)
