@@ -32,6 +32,8 @@ TINY = 1e-30
 # alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
 LIFT = 2.0**10
 MANY_ROWS = 16
+# Of a weight that is rounded: an output layer may be as large as all other maps together, and so would be its quotient.
+ROWS_AT_ONCE = 1024
 # The names that processors and torch have for it; AMX has it for tiles.
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 
@@ -59,9 +61,13 @@ class Int8Weight:
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> "Int8Weight":
         """Return the nearest to a weight of float32 [out, in]."""
-        scales = weight.abs().amax(1) / LARGEST
-        scales[scales == 0] = 1.0
-        return cls((weight / scales[:, None]).round_().to(torch.int8), scales)
+        numbers, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
+        parts = (each.split(ROWS_AT_ONCE) for each in (weight, numbers, scales))
+        for rows, into, scale in zip(*parts, strict=True):
+            scale.copy_(rows.abs().amax(1) / LARGEST)
+            scale[scale == 0] = 1.0
+            into.copy_((rows / scale[:, None]).round_())
+        return cls(numbers, scales)
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
@@ -148,7 +154,8 @@ class EngineProduct:
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, reduces_range: bool | None = None) -> None:
         scales, zeros = scales.double() / LIFT, torch.zeros_like(scales, dtype=torch.long)
         with _deprecations_kept_quiet():
-            weight = torch.quantize_per_channel((numbers * scales[:, None]).float(), scales, zeros, 0, torch.qint8)
+            # From the numbers as they are. `quantize_per_channel` would round them anew, from twelve bytes for each.
+            weight = torch._make_per_channel_quantized_tensor(numbers, scales, zeros, 0)
             self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
         engine = torch.backends.quantized.engine
         self._reduces_range = not _keeps_8_bits(engine) if reduces_range is None else reduces_range

@@ -9,13 +9,14 @@ import pytest
 import torch
 from architectures import VARIANTS
 from fixtures.hosts import HOSTS, PAIRS, make, tensors
-from fixtures.rounded_maps import rounded_model, worst_error
+from fixtures.rounded_maps import rounded_model, rounded_weight, worst_error
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
+from hf_attn_variants.quantization.int8_weight import Int8Weight
 from hf_attn_variants.quantization.kept_maps import int8_maps
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
 
@@ -110,6 +111,19 @@ def test_a_map_is_within_half_a_step(way):
             error = (made - linear(states)).abs()
         assert (error <= worst_error(linear, states)).all() and error[..., 0].max() > 0
         assert made.shape == (3, rows, size) and made.dtype == torch.float32
+
+
+def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
+    weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
+    weight[5] = 0.0
+    whole = Int8Weight.rounded(weight)
+    monkeypatch.setattr(int8_weight, "ROWS_AT_ONCE", 16)
+    parts = Int8Weight.rounded(weight)
+    assert all(torch.equal(one, parts.tensors()[name]) for name, one in whole.tensors().items())
+    torch.testing.assert_close(whole.whole(), rounded_weight(weight), rtol=1e-6, atol=0)
+    numbers = whole.numbers()
+    whole.product(weight[:1], None)  # packs it, and keeps no other copy
+    assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
 
 
 def test_with_vnni_a_token_does_not_depend_on_the_others():

@@ -171,6 +171,25 @@ def test_mnli_has_two_dev_sets_and_predicts_ax(run):
         assert len(lines) == 3 and lines[1].split("\t")[1] in ("entailment", "neutral", "contradiction")
 
 
+def test_a_classifier_whose_labels_have_other_names_is_told(run, tmp_path, caplog):
+    _, out = run("cola", "--max_train_steps", 1)
+    assert "other names" not in caplog.text  # it was no classifier before
+
+    def told_of(*names):
+        config = json.loads((out / "config.json").read_text())
+        numbers = {name: i for i, name in enumerate(names)}
+        config |= {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
+        (out / "config.json").write_text(json.dumps(config))
+        caplog.clear()
+        run("cola", "--num_train_epochs", 0, model=out, output_dir=tmp_path / "-".join(names))
+        return "other names for its labels" in caplog.text
+
+    assert told_of("negative", "positive")
+    assert "'negative' as 'unacceptable', 'positive' as 'acceptable'" in caplog.text
+    assert not told_of("LABEL_0", "LABEL_1")  # transformers' own, which say nothing
+    assert not told_of("Acceptable", "unacceptable")
+
+
 @pytest.mark.thorough
 def test_class_names_in_another_order_keep_the_checkpoints_numbering(run, tmp_path):
     _, out = run("mnli", "--max_train_steps", 2)

@@ -153,11 +153,23 @@ def load_classifier(
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
     if is_classifier and not replaced and sorted(map(case, had)) == sorted(map(case, names)):
         order = tuple([case(name) for name in names].index(case(name)) for name in had)
+    elif is_classifier and not replaced and labels is not None and not _is_resumed(settings):
+        _warn_of_other_names(settings, had, names)
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     if model_class is AutoModelForSequenceClassification:
         config.problem_type = problem_type
     return load_model(settings, config, model_class, ignore_mismatched_sizes=replaced), LabelMap(order)
+
+
+def _warn_of_other_names(settings: ModelSettings, had: Sequence[str], names: Sequence[str]) -> None:
+    """Say that a classifier's labels are not called as the task's, unless they have no names but transformers' own."""
+    if [*had] == [f"LABEL_{i}" for i in range(len(had))]:
+        return
+    pairs = [f"{one!r:.40} as {other!r:.40}" for one, other in zip(had, names, strict=True)]
+    more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+    message = "%s has other names for its labels than the task, and they are taken in their order: %s%s"
+    logger.warning(message, settings.model_name_or_path, ", ".join(pairs[:8]), more)
 
 
 def load_model(
