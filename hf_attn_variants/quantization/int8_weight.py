@@ -32,7 +32,7 @@ TINY = 1e-30
 # alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
 LIFT = 2.0**10
 MANY_ROWS = 16
-# Of a weight that is rounded: an output layer may be as large as all other maps together, and so would be its quotient.
+# Of a weight that is rounded: an output layer may be as large as all other maps together, its quotients four times.
 ROWS_AT_ONCE = 1024
 # The names that processors and torch have for it; AMX has it for tiles.
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
