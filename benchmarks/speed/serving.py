@@ -45,6 +45,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
     parser.add_argument("--variants", nargs="*", default=[], metavar="JSON", help="fields of further conversions")
+    parser.add_argument("--engines", nargs="*", help="default: all")
     parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
     parser.add_argument("--compile", action="store_true", help="time torch's engines compiled, too")
     args = parse_sizes(parser, arguments)
@@ -77,6 +78,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         rounds=args.rounds,
         compiles=args.compile,
         variants=list(map(json.loads, args.variants)),
+        engines=args.engines,
         peak_memory=not args.no_peak_memory and way_now() == "glibc",  # whose processes have glibc as it is
     )
     rows = {row.engine.name: row for row in table.rows}

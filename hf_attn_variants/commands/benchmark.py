@@ -118,6 +118,12 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
         """'{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",
     )
     serving.add_argument(
+        "--engines",
+        nargs="+",
+        metavar="NAME",
+        help="time these alone, beside transformers: as the table names them, 'share_memory, int8' in quotes",
+    )
+    serving.add_argument(
         "--compile",
         action="store_true",
         help="time torch's engines compiled, too (`model.compile()`, static cache): a minute more for each",
@@ -142,7 +148,7 @@ def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--{others[0]} is not timed with --serving: leave one of the two out")
     if args.serving and (args.dtype != "float32" or args.device not in (None, "cpu")):
         parser.error("--serving compares engines of a CPU in float32 and int8: leave --dtype and --device out")
-    for name in ("no_peak_memory", "plot", "compile", "variants"):
+    for name in ("no_peak_memory", "plot", "compile", "variants", "engines"):
         if getattr(args, name) and not args.serving:
             parser.error(f"--{name} is for --serving: add that, or leave it out")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
@@ -222,6 +228,7 @@ def _serving(args: argparse.Namespace, config: Any) -> Any:
             peak_memory=not args.no_peak_memory,
             compiles=args.compile,
             variants=args.variants,
+            engines=args.engines,
         )
     if args.plot is not None:
         from ..pictures import write_picture

@@ -63,6 +63,7 @@ def engines_of(
     conversions: Sequence[Mapping[str, Any]],
     has_ctranslate2: Callable[[Mapping[str, Any]], bool],
     compiles: bool = False,
+    names: Sequence[str] | None = None,
 ) -> list[Engine]:
     """Return the engines of a checkpoint, the baseline first.
 
@@ -71,9 +72,10 @@ def engines_of(
         conversions: the fields of each model that it could be converted to.
         has_ctranslate2: says whether CTranslate2 is here and has a form for the checkpoint with some fields changed.
         compiles: whether torch's engines of the checkpoint as it is are there compiled, too.
+        names: of those that are returned, beside the baseline; None: all.
 
     Raises:
-        ValueError: if a field is unknown, a value breaks a rule, or two engines have one name.
+        ValueError: if a field is unknown, a value breaks a rule, two engines share a name, or none has one of `names`.
     """
     current = variant_config(config)
     is_upstreams = config["model_type"] != type(current).model_type
@@ -96,10 +98,17 @@ def engines_of(
         # An export multiplies latents in: without them the model is timed already.
         if has_ctranslate2(fields) and not has_latents(converted):
             found += _ctranslate2_engines(f"{name}, ", fields)
-    names = [engine.name for engine in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    there = [engine.name for engine in found]
+    if twice := next((name for name in there if there.count(name) > 1), None):
         raise ValueError(f"two of the models to time are {twice}: leave one out")
-    return found
+    return found if names is None else _named(found, names)
+
+
+def _named(engines: Sequence[Engine], names: Sequence[str]) -> list[Engine]:
+    there = [engine.name for engine in engines]
+    if unknown := next((name for name in names if name not in there), None):
+        raise ValueError(f"no engine is called {unknown!r:.80}; there are: {'; '.join(there)}")
+    return [engine for i, engine in enumerate(engines) if i == 0 or engine.name in names]
 
 
 def _ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:

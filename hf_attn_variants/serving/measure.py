@@ -98,6 +98,7 @@ def measure_serving(
     peak_memory: bool = True,
     compiles: bool = False,
     variants: Sequence[Mapping[str, Any]] = (),
+    engines: Sequence[str] | None = None,
 ) -> ServingTable:
     """Time what a model could be served with on this CPU: random weights, for speed does not depend on them.
 
@@ -118,9 +119,10 @@ def measure_serving(
         compiles: whether torch's engines of the checkpoint as it is are timed compiled, too, which takes a C++
             compiler and a minute for each.
         variants: further models to which it could be converted: the fields of each one's configuration.
+        engines: the names of those that are timed, beside the checkpoint as it is; None: all.
 
     Raises:
-        ValueError: for a configuration that makes no model here, or a number or a field that does not fit it.
+        ValueError: for a configuration that makes no model here, or a number, a field or an engine that does not fit.
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
@@ -133,19 +135,26 @@ def measure_serving(
     missing, threads, inputs = why_not(config), torch.get_num_threads(), random_inputs(config, load)
     left_out = {} if missing is None else {CTRANSLATE2: missing}
     conversions = [*_fewer_heads(config, () if variants and kv_heads is None else kv_heads), *variants]
-    engines = engines_of(config, conversions, lambda fields: why_not(config, fields) is None, compiles)
+    timed = engines_of(config, conversions, lambda fields: why_not(config, fields) is None, compiles, engines)
     with tempfile.TemporaryDirectory() as stage:
-        runs, exported = _built(config, engines, load, inputs, Path(stage), left_out)
-        engines = [engine for engine in engines if engine.name in runs]
+        runs, exported = _built(config, timed, load, inputs, Path(stage), left_out)
+        timed = [engine for engine in timed if engine.name in runs]
         times, firsts = _timed(runs, load, rounds)
-        peaks: dict[str, int | None] = {}
-        for engine in progress_bar(engines if peak_memory else [], desc="peak memory", unit="engine", leave=False):
-            peaks[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
+        peaks = _peaks(config, timed if peak_memory else [], load, threads, exported)
     rows: list[ServingRow] = []
-    for engine in engines:
+    for engine in timed:
         baseline = rows[0].milliseconds if rows else None
         rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now())
+
+
+def _peaks(
+    config: Mapping[str, Any], engines: Sequence[Engine], load: Load, threads: int, exported: Mapping[str, Exported]
+) -> dict[str, int | None]:
+    return {
+        engine.name: peak_bytes(config, engine, load, threads, exported.get(engine.name))
+        for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False)
+    }
 
 
 def _built(

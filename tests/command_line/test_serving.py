@@ -239,6 +239,18 @@ def test_what_is_no_conversion_is_refused(flags, message, capsys):
 
 
 @pytest.mark.usefixtures("small_maps")
+def test_engines_that_are_named_are_timed_alone(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(T5)))
+    flags = ["--batch_size", "2", "--rounds", "1", "--max_new_tokens", "3", "--no_peak_memory", "--json"]
+    chosen = ["--engines", "share_memory, int8", "int8"]
+    cli.main(["benchmark", str(tmp_path), "--serving", "--length", "8", *flags, *chosen])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["engine"]["name"] for row in rows] == ["transformers", "int8", "share_memory, int8"]
+    with pytest.raises(ValueError, match=r"no engine is called 'int4'; there are: transformers; share_memory; int8; "):
+        measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
+
+
+@pytest.mark.usefixtures("small_maps")
 def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
@@ -336,6 +348,7 @@ def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
         (["--plot", "a.png"], "--plot is for --serving"),
         (["--no_peak_memory"], "--no_peak_memory is for --serving"),
         (["--compile"], "--compile is for --serving"),
+        (["--engines", "int8"], "--engines is for --serving"),
         (["--serving", "--plot", "no_folder/a.png"], "in a folder that is there; got no_folder/a.png"),
     ],
 )
