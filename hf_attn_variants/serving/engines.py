@@ -101,14 +101,9 @@ def engines_of(
     there = [engine.name for engine in found]
     if twice := next((name for name in there if there.count(name) > 1), None):
         raise ValueError(f"two of the models to time are {twice}: leave one out")
-    return found if names is None else _named(found, names)
-
-
-def _named(engines: Sequence[Engine], names: Sequence[str]) -> list[Engine]:
-    there = [engine.name for engine in engines]
-    if unknown := next((name for name in names if name not in there), None):
+    if unknown := next((name for name in names or () if name not in there), None):
         raise ValueError(f"no engine is called {unknown!r:.80}; there are: {'; '.join(there)}")
-    return [engine for i, engine in enumerate(engines) if i == 0 or engine.name in names]
+    return found if names is None else [engine for engine in found if engine.name in (own, *names)]
 
 
 def _ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:

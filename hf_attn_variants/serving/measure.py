@@ -133,7 +133,7 @@ def measure_serving(
     length = timed_length(length, variant_config(config), auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
     missing, threads, inputs = why_not(config), torch.get_num_threads(), random_inputs(config, load)
-    left_out = {} if missing is None else {CTRANSLATE2: missing}
+    left_out = _not_here(missing, engines)
     conversions = [*_fewer_heads(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = engines_of(config, conversions, lambda fields: why_not(config, fields) is None, compiles, engines)
     with tempfile.TemporaryDirectory() as stage:
@@ -146,6 +146,17 @@ def measure_serving(
         baseline = rows[0].milliseconds if rows else None
         rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now())
+
+
+def _not_here(missing: str | None, names: Sequence[str] | None) -> dict[str, str]:
+    """Return why CTranslate2 is left out, where nobody has named the engines.
+
+    Raises:
+        ValueError: with the reason, where it is named.
+    """
+    if missing is not None and any(CTRANSLATE2 in name for name in names or ()):
+        raise ValueError(f"CTranslate2 cannot be timed: {missing}")
+    return {CTRANSLATE2: missing} if missing is not None and names is None else {}
 
 
 def _peaks(

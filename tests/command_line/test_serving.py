@@ -250,6 +250,14 @@ def test_engines_that_are_named_are_timed_alone(tmp_path, capsys):
         measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
 
 
+def test_an_engine_that_is_named_and_not_here_says_why(monkeypatch):
+    monkeypatch.setattr(measure, "why_not", lambda config, fields=None: "CTranslate2 is not installed")
+    with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
+        measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
+    assert not measure_serving(config_of(T5), length=8, engines=["share_memory"], **SMALL).left_out
+    assert measure_serving(config_of(T5), length=8, **SMALL).left_out
+
+
 @pytest.mark.usefixtures("small_maps")
 def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
