@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .table_files import TABLE_SUFFIXES, read_records, row_place
 from .text_lines import is_blank, is_unicode, lines_of, suffix_of
 
 __all__ = [
+    "PlacedRows",
     "check_unused",
     "column_names",
     "column_value",
@@ -23,10 +25,30 @@ __all__ = [
     "read_columns",
     "read_lines",
     "read_pairs",
+    "read_placed_columns",
+    "read_placed_pairs",
     "text_columns",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Rows of texts, and where each was read: rows that are left out leave a gap in the numbers.
+
+    Attributes:
+        texts: of each row.
+        files: of each row; of parallel text that of the sources.
+        numbers: of each row in its file, from 1; of lines of text, the line.
+    """
+
+    texts: list[tuple[str, ...]]
+    files: list[str]
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.texts)
 
 
 def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> list[str]:
@@ -46,6 +68,11 @@ def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> 
 
 
 def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> list[tuple[str, ...]]:
+    """Return the texts of `read_placed_pairs`."""
+    return read_placed_pairs(source_file, target_file).texts
+
+
+def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
     """Return parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
 
     Raises:
@@ -58,9 +85,10 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
             f"{source_file} has {len(sources)} lines and {target_file} has {len(targets)}: parallel text has as many"
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    if not (filled := filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")):
+    kept = filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
+    if not kept:
         raise ValueError(f"{source_file} and {target_file} are empty: they have no pair of lines")
-    return filled
+    return PlacedRows([pairs[i] for i in kept], [str(source_file)] * len(kept), [i + 1 for i in kept])
 
 
 def read_columns(
@@ -70,6 +98,17 @@ def read_columns(
     keep_blank: bool = False,
     unused: str | None = None,
 ) -> list[tuple[str, ...]]:
+    """Return the texts of `read_placed_columns`."""
+    return read_placed_columns(paths, columns, named_by, keep_blank, unused).texts
+
+
+def read_placed_columns(
+    paths: Sequence[str | os.PathLike],
+    columns: Sequence[str],
+    named_by: str | None = None,
+    keep_blank: bool = False,
+    unused: str | None = None,
+) -> PlacedRows:
     """Return the rows of text columns of tables; those with a blank one are left out.
 
     Args:
@@ -84,7 +123,7 @@ def read_columns(
         OSError: if a file cannot be read.
         ValueError: if it is no such table, lacks a column, has no row, or one that does not fit; the message names it.
     """
-    rows: list[tuple[str, ...]] = []
+    rows = PlacedRows([], [], [])
     for path in map(Path, paths):
         found, lines = [], []
         for record in read_records(path):
@@ -102,11 +141,12 @@ def read_columns(
             lines.append(record.line)
         if all(is_blank(text) for texts in found for text in texts):
             raise ValueError(f"{path} is empty: it has no row of text")
-        if not keep_blank:
-            found = filled_rows(str(path), "row", found, _places_in(path, lines))
-        if not found:
+        kept = [*range(len(found))] if keep_blank else filled_rows(str(path), "row", found, _places_in(path, lines))
+        if not kept:
             raise ValueError(f"{path}: no row has a text in each of the columns {', '.join(columns)}")
-        rows += found
+        rows.texts.extend(found[i] for i in kept)
+        rows.files.extend(str(path) for _ in kept)
+        rows.numbers.extend(i + 1 for i in kept)
     return rows
 
 
@@ -122,10 +162,8 @@ def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
     return lambda i: row_place(path, lines[i], i + 1)
 
 
-def filled_rows(
-    place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]
-) -> list[tuple[str, ...]]:
-    """Return the rows without a blank text; warn of those that are left out.
+def filled_rows(place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]) -> list[int]:
+    """Return the numbers, counted from 0, of the rows without a blank text; warn of those that are left out.
 
     Args:
         place: where they were read.
@@ -133,12 +171,11 @@ def filled_rows(
         rows: the texts of each.
         place_of: from a row's number, counted from 0, to where it is.
     """
-    blank = [[*map(is_blank, texts)] for texts in rows]
-    filled = [texts for texts, are_blank in zip(rows, blank, strict=True) if not any(are_blank)]
-    if left := [i for i, are_blank in enumerate(blank) if any(are_blank)]:
+    blank = [any(map(is_blank, texts)) for texts in rows]
+    if left := [i for i, has_blank in enumerate(blank) if has_blank]:
         message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
         logger.warning(message, place, len(left), len(rows), what, place_of(left[0]))
-    return filled
+    return [i for i, has_blank in enumerate(blank) if not has_blank]
 
 
 def missing_column(place: str, record: dict[str, Any], column: str, named_by: str | None) -> ValueError:

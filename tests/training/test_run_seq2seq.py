@@ -176,6 +176,7 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
+    assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
     assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
 
 
@@ -193,6 +194,22 @@ def test_rows_with_a_blank_side_are_left_out_and_told(tmp_path, caplog, kind):
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
     assert caplog.text.count("2 of 4 rows are left out, for one of their texts is blank") == 3
+    # Predictions are found again beside what they were read from; training keeps no numbers.
+    assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
+    assert splits["dev"].first(1).keys == [{"row": 2}]
+
+
+def test_predictions_name_their_rows_of_several_files(run, source, tmp_path):
+    for name, texts in (("a", ["", "one"]), ("b", ["two"])):
+        rows = [{"source": text, "target": "x"} for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
+    text = ["--validation_file", *files, "--test_source_file", source.parent / "test.txt", "--num_train_epochs", 0]
+    (source.parent / "test.txt").write_text("three\n\n")
+    run(text=text)
+    found = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
+    assert found == [(files[0], 2, "one"), (files[1], 1, "two")]
+    assert [(row["row"], row["source"]) for row in predictions(run.out, "test")] == [(1, "three"), (2, "")]
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
@@ -325,7 +342,9 @@ def test_a_glue_task_trains_as_text(run, glue):
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
     evaluations = [record for record in log if "eval_loss" in record]
     assert evaluations and all("eval_matthews_correlation" not in record for record in evaluations)
-    assert {row["references"][0] for row in predictions(run.out)} <= {"acceptable", "unacceptable"}
+    rows = predictions(run.out)
+    assert {row["references"][0] for row in rows} <= {"acceptable", "unacceptable"}
+    assert [row["index"] for row in rows] == [str(i) for i in range(len(rows))]
 
 
 def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):

@@ -11,14 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...table_files import read_records, row_place
 from ...text_files import (
+    PlacedRows,
     check_unused,
     column_names,
     column_value,
     filled_rows,
     has_texts,
-    read_columns,
     read_lines,
-    read_pairs,
+    read_placed_columns,
+    read_placed_pairs,
 )
 from ...text_lines import is_blank
 from ..engine.hub_datasets import load_splits
@@ -47,11 +48,13 @@ class Seq2SeqSplit:
     Attributes:
         sources: what the encoder reads, prefix included.
         references: the texts that are right for each source, the first of them the one to train on; None: unknown.
+        keys: what predictions call each row, such as {"row": 3}; empty for training.
     """
 
     name: str
     sources: list[str]
     references: list[tuple[str, ...]] | None
+    keys: list[dict[str, Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -59,7 +62,7 @@ class Seq2SeqSplit:
     def first(self, count: int | None) -> "Seq2SeqSplit":
         """Return the split's first `count` rows, with None all of them."""
         references = self.references[:count] if self.references is not None else None
-        return Seq2SeqSplit(self.name, self.sources[:count], references)
+        return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return (source, target) of each row, the target empty where none is known."""
@@ -103,9 +106,9 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             continue
         rows = _read_split(settings, name, prefix)
         if rows is not None:
-            sources = [(settings.source_prefix or "") + row[0] for row in rows]
-            references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
-            splits[name] = Seq2SeqSplit(name, sources, references)
+            sources = [(settings.source_prefix or "") + row[0] for row in rows.texts]
+            references = [row[1:] for row in rows.texts] if len(rows.texts[0]) > 1 else None
+            splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _keys(rows))
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
         logger.warning("test: there is no text in column %r: it is not scored", _columns(settings)[1])
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
@@ -114,6 +117,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
         results["source_prefix"] = settings.source_prefix
     score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code)
     return Seq2SeqData(splits, score, names, names[0], results)
+
+
+def _keys(rows: PlacedRows) -> list[dict[str, Any]]:
+    """Return the row of each, from 1, and its file where there are several, as `classify` names them."""
+    if len({*rows.files}) == 1:
+        return [{"row": number} for number in rows.numbers]
+    return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
 
 
 def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -158,24 +168,25 @@ def _columns(settings: Seq2SeqSettings) -> tuple[str, str]:
     return source, target
 
 
-def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple[str, ...]] | None:
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
     source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
     table = getattr(settings, f"{prefix or 'train_'}file")
     columns: tuple[str, ...] = _columns(settings)
     if source is not None and target is not None:
-        return read_pairs(source, target)
+        return read_placed_pairs(source, target)
     # Where there are only sources, predictions stay beside them: a blank one is a row too.
     if source is not None:
-        return [(line,) for line in read_lines([source], keep_blank=True)]
+        lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
+        return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
     if table is not None:
         flags = "--source_column and --target_column"
         if name == "test" and not has_texts(_table_rows(table), columns[1]):
-            return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
-        return read_columns(table, columns, flags)
+            return read_placed_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
+        return read_placed_columns(table, columns, flags)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
 
 
-def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> PlacedRows | None:
     splits = load_splits(settings)
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
@@ -194,12 +205,13 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
                 f"{', '.join(column_names(row))}: give others with --source_column and --target_column"
             )
         rows.append(texts)
-    place = f"{settings.dataset_name} ({split})"
+    place, kept = f"{settings.dataset_name} ({split})", [*range(len(rows))]
     if len(columns) > 1:
-        rows = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
-    if all(is_blank(text) for texts in rows for text in texts):
+        kept = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+    texts_kept = [rows[i] for i in kept]
+    if all(is_blank(text) for texts in texts_kept for text in texts):
         raise ValueError(f"{place} has no row of text")
-    return rows
+    return PlacedRows(texts_kept, [place] * len(kept), [i + 1 for i in kept])
 
 
 def _table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:

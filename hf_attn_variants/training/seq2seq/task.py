@@ -191,10 +191,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
 
 
 def _file(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
-    """Return the name and the content of a file of predictions: source, references and prediction of each row."""
+    """Return the name and the content of a file of predictions: each row's number, source, references, prediction."""
     lines = []
     for row, source in enumerate(split.sources):
-        record: dict[str, Any] = {"source": source}
+        record: dict[str, Any] = {**split.keys[row], "source": source}
         if split.references is not None:
             record["references"] = list(split.references[row])
         for i, (num_beams, found) in enumerate(texts.items()):

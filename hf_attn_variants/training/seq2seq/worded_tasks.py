@@ -108,9 +108,10 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
 def _glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
     columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
     sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
+    keys = [] if name == "train" else [{"index": index} for index in split.data["index"]]
     if "label" not in split.data.column_names:
-        return Seq2SeqSplit(name, sources, None)
-    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]])
+        return Seq2SeqSplit(name, sources, None, keys)
+    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]], keys)
 
 
 def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
@@ -119,8 +120,10 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
     splits = {}
     found = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
     for name, questions in found.items():
+        sources = list(map(format_squad, questions))
         answers = [tuple(answer.text for answer in question.answers) for question in questions]
-        splits[name] = Seq2SeqSplit(name, list(map(format_squad, questions)), answers if name != "test" else None)
+        keys = [] if name == "train" else [{"id": question.id} for question in questions]
+        splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
