@@ -1,8 +1,9 @@
 """Does CTranslate2 write the tokens of `generate`, of checkpoints that `attn-variants export --to ctranslate2` wrote?
 
 Each translation model as it is and with fewer key/value heads (averaged), 50 sentences of Multi30k's validation set in
-one padded batch, greedy and with 4 beams; a Whisper as it is and with 2 heads in the decoder, on recordings. Beams are
-compared by the same sums (a length penalty of 0), and by each library's defaults. A machine's speed does not matter.
+one padded batch, greedy and with 4 beams; each Whisper on recordings, greedily (fewer heads of one have to be
+calibrated: averaged, it writes one token for ever, which any engine does). Beams are compared by the same sums (a
+length penalty of 0), and by each library's defaults. A machine's speed does not matter.
 
 Example:
     python -m benchmarks.speed.ctranslate2_tokens --model ../shared/data/checkpoints/t5-mini-multi30k-en-de
@@ -49,12 +50,15 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="folders of models that translate English")
-    parser.add_argument("--whisper", type=Path, help="folder of a Whisper")
-    parser.add_argument("--audio_dir", type=Path, help="recordings for it")
+    parser.add_argument("--whisper", type=Path, nargs="*", default=[], help="folders of Whispers, converted or not")
+    parser.add_argument("--audio_dir", type=Path, help="recordings for them")
     parser.add_argument("--recordings", type=int, default=12, help="how many of them")
     parser.add_argument("--data_dir", type=Path, default=FOLDER.parents[2] / "shared/data")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.whisper and args.audio_dir is None:
+        parser.error("--whisper needs --audio_dir")
+    return args
 
 
 def main(args: argparse.Namespace) -> None:
@@ -63,7 +67,8 @@ def main(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     versions = {"ctranslate2": ctranslate2.__version__, "transformers": transformers.__version__}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for row in itertools.chain(*(translations(path, args) for path in args.model), transcriptions(args)):
+    models = *(translations(path, args) for path in args.model), *(transcriptions(path, args) for path in args.whisper)
+    for row in itertools.chain(*models):
         rows.append(row)
         print(json.dumps(row), flush=True)
         result = versions | {"torch": torch.__version__, "runs": rows}
@@ -106,33 +111,29 @@ def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, A
 
 
 @torch.no_grad()
-def transcriptions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each conversion of the Whisper: greedy transcripts."""
-    if args.whisper is None:
-        return
+def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each precision of a Whisper: greedy transcripts."""
     files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)[: args.recordings]
-    for decoder in (None, 2):
+    model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source).eval()
+    processor: Any = transformers.AutoProcessor.from_pretrained(source)
+    samples = [load_audio(path)[0] for path in files]
+    rate = processor.feature_extractor.sampling_rate
+    features = [processor(each, sampling_rate=rate, return_tensors="pt").input_features for each in samples]
+    batch = torch.cat(features)
+    options = {"language": "en", "task": "transcribe", "num_beams": 1, "max_new_tokens": HEARD_TOKENS}
+    tokens = model.generate(batch, attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long), **options)
+    end, start = model.generation_config.eos_token_id, model.generation_config.no_timestamps_token_id
+    expected = [until(row[row.index(start) + 1 if start in row else 0 :], end) for row in tokens.tolist()]
+    names = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    prompt = processor.tokenizer.convert_tokens_to_ids(names)
+    for quantization in QUANTIZATIONS:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = converted(args.whisper, None, decoder, Path(scratch) / "model")
-            model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
-            processor: Any = transformers.AutoProcessor.from_pretrained(args.whisper)
-            samples = [load_audio(path)[0] for path in files]
-            rate = processor.feature_extractor.sampling_rate
-            features = [processor(each, sampling_rate=rate, return_tensors="pt").input_features for each in samples]
-            batch = torch.cat(features)
-            options = {"language": "en", "task": "transcribe", "num_beams": 1, "max_new_tokens": HEARD_TOKENS}
-            tokens = model.generate(batch, attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long), **options)
-            end, start = model.generation_config.eos_token_id, model.generation_config.no_timestamps_token_id
-            expected = [until(row[row.index(start) + 1 if start in row else 0 :], end) for row in tokens.tolist()]
-            names = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
-            prompt = processor.tokenizer.convert_tokens_to_ids(names)
-            for quantization in QUANTIZATIONS:
-                target = Path(scratch) / quantization
-                written = export_ctranslate2(folder, target, quantization=quantization)
-                whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
-                heard = ctranslate2.StorageView.from_array(batch.numpy())
-                found = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
-                yield row_of(args.whisper, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
+            target = Path(scratch) / quantization
+            written = export_ctranslate2(source, target, quantization=quantization)
+            whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
+            heard = ctranslate2.StorageView.from_array(batch.numpy())
+            found = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
+            yield row_of(source, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
 
 
 def until(row: list[int], end: int) -> list[int]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import FEATURE_EXTRACTOR_NAME, GENERATION_CONFIG_NAME
 
 from ..files import CONFIG_NAME, check_disk_space, staged_folder
 from ..model_history import read_json
@@ -22,7 +24,7 @@ from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .report import LayerReport
 
-__all__ = ["CheckpointFolder", "generation_config", "name_tokenizer_class", "plan_folder"]
+__all__ = ["CheckpointFolder", "generation_config", "name_classes", "plan_folder"]
 
 # How the names of tokenizers' files begin.
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
@@ -69,8 +71,7 @@ class CheckpointFolder:
         with staged_folder(self.output) as stage:
             copy_side_files(self.source, stage, self.copied)
             layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
-            if any(name.startswith(TOKENIZER_FILES) for name in self.copied):
-                name_tokenizer_class(stage, self.config)
+            name_classes(stage, self.config)
             generation = generation_config(self.plan, self.source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
@@ -116,12 +117,30 @@ def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | 
     return generation if any(own.get(name) != value for name, value in generation.to_diff_dict().items()) else None
 
 
-def name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
-    """Have the tokenizer's files in a folder name its class, which they may leave to the source's config.json."""
-    # Old checkpoints name it there, or nowhere: AutoTokenizer knows it by upstream's `model_type`. Neither is in ours
-    # (`save_pretrained` of the configuration says why).
-    path = stage / TOKENIZER_CONFIG_FILE
+def name_classes(stage: Path, source: Mapping[str, Any]) -> None:
+    """Have the files of a tokenizer and of a feature extractor in a folder name their classes.
+
+    Args:
+        stage: the folder.
+        source: the source's config.json, to which those files may leave it.
+    """
+    # Auto classes know them by upstream's `model_type`, and old tokenizers by an entry of config.json. Neither is in
+    # ours (`save_pretrained` of the configuration says why): AutoProcessor would give a Whisper's tokenizer alone.
+    model_type = source["model_type"]
+    tokenizer = {"tokenizer_class": source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)}
+    extractor = {
+        "feature_extractor_type": FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type),
+        "processor_class": source.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(model_type),
+    }
+    if any(path.name.startswith(TOKENIZER_FILES) for path in stage.iterdir()):
+        _complete(stage / TOKENIZER_CONFIG_FILE, tokenizer)
+    if (stage / FEATURE_EXTRACTOR_NAME).is_file():
+        _complete(stage / FEATURE_EXTRACTOR_NAME, extractor)
+
+
+def _complete(path: Path, names: Mapping[str, str | None]) -> None:
+    """Write the names that are known and that the file has not."""
     settings = read_json(path) or {}
-    name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
-    if name is not None and settings.get("tokenizer_class") is None:
-        path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
+    missing = {key: name for key, name in names.items() if name is not None and settings.get(key) is None}
+    if missing:
+        path.write_text(json.dumps(settings | missing, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from ..conversion.checkpoint.entries import TensorEntry
 from ..conversion.checkpoint.loading import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
-from ..conversion.checkpoint_folder import generation_config, name_tokenizer_class
+from ..conversion.checkpoint_folder import generation_config, name_classes
 from ..conversion.converted_tensors import converted_tensors
 from ..conversion.methods import resolve_method
 from ..conversion.plan import ConversionPlan, make_plan
@@ -136,7 +136,7 @@ def export_ctranslate2(
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in found if travels_without_code(folder, name)])
-        name_tokenizer_class(stage, config)
+        name_classes(stage, {**config, "model_type": _upstream_type(config)})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
         found_tokens = read_back(stage, inputs, tokens, written_tokens(model, tokens), quantization)

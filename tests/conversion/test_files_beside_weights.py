@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import transformers
 from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.speech import feature_extractor, tokenizer, whisper_checkpoint
 from safetensors.torch import load_file
 
 from hf_attn_variants.conversion import convert as convert_function
@@ -42,6 +44,47 @@ def test_a_tokenizer_class_of_the_source_stays(edit_config, tmp_path):
     convert_checkpoint(source, tmp_path / "out", 2)
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert settings == {"tokenizer_class": "BertJapaneseTokenizer"}
+
+
+def test_a_whisper_whose_files_name_no_processor_has_one(tmp_path):
+    """Upstream goes by its model_type; a converted one would be read as a tokenizer alone."""
+    source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
+    path = source / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    assert "processor_class" not in settings and settings.pop("feature_extractor_type") == "WhisperFeatureExtractor"
+    path.write_text(json.dumps(settings))
+    expected = transformers.AutoProcessor.from_pretrained(source)
+    convert_checkpoint(source, out, 2)
+    sound = np.random.default_rng(0).normal(0, 0.1, 16000)
+    for found in (
+        transformers.AutoProcessor.from_pretrained(out),
+        transformers.AutoFeatureExtractor.from_pretrained(out),
+    ):
+        features = [each(sound, sampling_rate=16000, return_tensors="np").input_features for each in (found, expected)]
+        assert np.array_equal(*features)
+    assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
+    assert json.loads((out / "preprocessor_config.json").read_text()).items() >= settings.items()
+
+
+def test_a_whisper_that_is_saved_by_hand_has_its_processor(tmp_path):
+    source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
+    model = convert_function(transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source), 2)
+    for part in (model, feature_extractor(), tokenizer()):
+        part.save_pretrained(out)
+    assert "processor_class" not in (out / "config.json").read_text() + (out / "preprocessor_config.json").read_text()
+    assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
+
+
+def test_a_processor_of_the_source_stays(tmp_path):
+    source = whisper_checkpoint(tmp_path / "source")
+    (source / "preprocessor_config.json").unlink()
+    # As transformers 5 saves it: one file, and no preprocessor_config.json.
+    transformers.WhisperProcessor(feature_extractor(), tokenizer()).save_pretrained(source)
+    before = (source / "processor_config.json").read_bytes()
+    convert_checkpoint(source, tmp_path / "out", 2)
+    assert (tmp_path / "out" / "processor_config.json").read_bytes() == before
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert type(transformers.AutoProcessor.from_pretrained(tmp_path / "out")) is transformers.WhisperProcessor
 
 
 def test_side_files(make_source, tmp_path):

@@ -199,6 +199,8 @@ def test_a_whisper_transcribes_the_same(heads, tmp_path, capsys):
     config = json.loads((tmp_path / "ct2/config.json").read_text())
     assert config["alignment_heads"] == [[0, 3], [1, 7]] and config["lang_ids"] == [30, 31]
     assert config["suppress_ids_begin"] == [7, 8] and config["suppress_ids"][:2] == [5, 6]
+    # The printed lines ask AutoProcessor, which finds a Whisper's name in this test's folder.
+    assert json.loads((tmp_path / "ct2/preprocessor_config.json").read_text())["processor_class"] == "WhisperProcessor"
     run_usage(printed.partition("It is used so:\n")[2])
     import ctranslate2
 

@@ -80,8 +80,8 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
                 return AutoFeatureExtractor.from_pretrained(folder)
         except OSError:
             raise FileNotFoundError(
-                f"{folder} has no preprocessor_config.json, and a calibration on audio needs it: put it there, or "
-                "give `Calibration(..., feature_extractor=feature_extractor)`."
+                f"{folder} has no preprocessor_config.json or processor_config.json, and a calibration on audio needs "
+                "one: put it there, or give `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
     return load_tokenizer_of(
         folder, ", and a calibration needs them: put them there, or give `Calibration(..., tokenizer=tokenizer)`."

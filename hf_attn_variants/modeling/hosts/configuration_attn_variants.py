@@ -295,6 +295,8 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     # Upstream has the key/value heads be a name of the encoder's heads; here they are a field.
     attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
     auto_classes = _auto_classes("whisper", "Whisper", WHISPER_HEADS)
+    # AutoProcessor asks a configuration that it does not know; it would give the tokenizer alone.
+    processor_class = "WhisperProcessor"
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
