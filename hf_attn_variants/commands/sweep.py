@@ -34,6 +34,8 @@ OWN_OF_TRAININGS = (*OWN, "overwrite_output_dir", "resume_from_checkpoint")
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "sweep_results.json", "sweep_results.md", "sweep_results.png"
 # By this file a later call knows the folder as a sweep's.
 PLAN_FILE = "sweep.json"
+# How long to wait for other calls of a sweep that write its table and plot.
+WRITE_SECONDS = 120.0
 
 EXAMPLE = """\
 examples (what would run, then the runs):
@@ -41,6 +43,10 @@ examples (what would run, then the runs):
       --set DATA=~/data TOKENIZER=vocabulary-256 --dry_run
   attn-variants sweep sweeps/fewer_heads.yaml \\
       --set DATA=~/data TOKENIZER=vocabulary-256 --output_dir runs/fewer-heads
+
+on two GPUs, a run on each at a time:
+  CUDA_VISIBLE_DEVICES=0 attn-variants sweep FILE --output_dir DIR &
+  CUDA_VISIBLE_DEVICES=1 attn-variants sweep FILE --output_dir DIR &
 
 A file (YAML or JSON) in full:
   title: Fewer key/value heads        # of the table and the plot
@@ -73,7 +79,9 @@ each conversion is checked by what the checkpoint's files say. A run has a folde
 commands printed in output.log. Ctrl-C and SIGTERM end the running training with a checkpoint. The same command goes on
 where an earlier call ended, however it ended: a finished run is never run again, an interrupted one goes on from its
 last checkpoint (the flag checkpointing_steps saves some), and variants and seeds may be added. A run that fails is
-told at the end (status 1), and the others run. Paths in a file are relative to the working directory."""
+told at the end (status 1), and the others run. Several calls of one command, on other GPUs or machines that see the
+folder, share the runs: each takes the next one that no other has. Paths in a file are relative to the working
+directory."""
 
 
 class SweepFailed(ValueError):
@@ -116,8 +124,8 @@ def main(args: argparse.Namespace) -> Any:
     """Check the whole file, run what is left of it, write table and plot, and return the `SweepResults`.
 
     Raises:
-        ValueError, OSError: for a file that is wrong, or a folder that is not this sweep's or in use; and, once all
-            others have run, for runs that failed.
+        ValueError, OSError: for a file that is wrong, or a folder that is not this sweep's; and, once all others have
+            run, for runs that failed.
         KeyboardInterrupt, TerminatedError: on Ctrl-C or SIGTERM.
     """
     from ..sweep.plan import plan_runs
@@ -213,42 +221,56 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
 
 
 def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: Path) -> Any:
+    from ..inspection.tables import print_text
     from ..progress import no_progress_bars, progress_bar
-    from ..sweep.plan import check_files, curve_axis
-    from ..sweep.results import collect
+    from ..sweep.plan import check_files
     from ..sweep.runner import RunFolder, SweepRunner
-    from ..training.engine.folder_lock import held_folder
 
     _take_folder(output_dir)
-    with held_folder(str(output_dir), by_children=True), no_progress_bars(args.disable_tqdm):
+    with no_progress_bars(args.disable_tqdm):
         folders = [RunFolder(run, output_dir) for run in runs]
         left = [folder for folder in folders if folder.results is None]
         for folder in left:
             check_files(folder.run)
         _check_models(args.file, [each.run for each in left if not each.is_converted], download=True)
         _note_file(output_dir, args.file, sweep.variables)
-        done = sum(folder.results is not None for folder in folders)
-        with progress_bar(total=len(runs), initial=done, desc="Sweep", unit="run", smoothing=0) as bar:
+        with progress_bar(
+            total=len(runs), initial=len(runs) - len(left), desc="Sweep", unit="run", smoothing=0
+        ) as bar:
 
             def on_finish(folder: Any) -> None:
-                bar.update()
-                found = collect(folders, sweep.title, sweep.command, sweep.metrics, curve_axis(sweep))
-                _write(found, output_dir)
-                if folder is first and (missing := found.missing_metrics()):
+                found = _collect(sweep, folders, output_dir)
+                bar.update(sum(each.results is not None for each in folders) - bar.n)
+                if left and folder is left[0] and (missing := found.missing_metrics()):
                     bar.write(_about_missing(missing, found.reported()), file=sys.stderr)
 
             def on_wait(name: str) -> None:
                 bar.set_postfix_str(name, refresh=False)
                 bar.update(0)
 
-            first = next((folder for folder in folders if folder.results is None), None)
             failed = SweepRunner(folders, on_finish, on_wait).run()
+        found = _collect(sweep, folders, output_dir)
+    _print(found, output_dir)
+    if elsewhere := [each.run.name for each in folders if each.results is None and each.failure is None]:
+        print_text(f"Other calls of this sweep run {'; '.join(elsewhere)}: they write table and plot anew.")
+    if failed:
+        told = "; ".join(each.told() for each in failed)
+        raise SweepFailed(f"{len(failed)} of {len(runs)} runs failed: {told}. The same command runs them again")
+    return found
+
+
+def _collect(sweep: Any, folders: Sequence[Any], output_dir: Path) -> Any:
+    """Read what other calls have finished meanwhile, write table, numbers and plot of all, and return the results."""
+    from ..sweep.plan import curve_axis
+    from ..sweep.results import collect
+    from ..training.engine.folder_lock import held_folder
+
+    with held_folder(str(output_dir), WRITE_SECONDS):  # another call would write what it read before over this
+        for folder in folders:
+            if folder.results is None:
+                folder.read()
         found = collect(folders, sweep.title, sweep.command, sweep.metrics, curve_axis(sweep))
         _write(found, output_dir)
-    _print(found, output_dir)
-    if failed:
-        told = "; ".join(f"{each.run.name} (status {each.status}: {each.message}; see {each.log})" for each in failed)
-        raise SweepFailed(f"{len(failed)} of {len(runs)} runs failed: {told}. The same command runs them again")
     return found
 
 
@@ -257,25 +279,31 @@ def _take_folder(output_dir: Path) -> None:
 
     Raises:
         OSError: if the folder has something else, or cannot be made.
+        ValueError: if another process holds it.
     """
     from ..files import check_output_dir, make_folders
+    from ..training.engine.folder_lock import held_folder
 
-    temporary = output_dir / f".tmp-{PLAN_FILE}"
-    if (output_dir / PLAN_FILE).is_file():
-        return
-    if temporary.is_file() and [*output_dir.iterdir()] == [temporary]:
-        temporary.unlink()  # of a call that was killed in its first write
-    check_output_dir(output_dir)
-    make_folders(output_dir)
+    if not output_dir.is_dir():
+        check_output_dir(output_dir)
+        make_folders(output_dir)
+    with held_folder(str(output_dir)):  # calls may begin together
+        temporary = output_dir / f".tmp-{PLAN_FILE}"
+        if temporary.is_file() and [*output_dir.iterdir()] == [temporary]:
+            temporary.unlink()  # of a call that was killed in its first write
+        if not (output_dir / PLAN_FILE).is_file():
+            check_output_dir(output_dir)
 
 
 def _note_file(output_dir: Path, file: str, variables: dict[str, Any]) -> None:
     """Write into the sweep's folder which file it is of, and what that says."""
     from ..files import atomic_write
+    from ..training.engine.folder_lock import held_folder
 
     text = Path(file).expanduser().read_text(encoding="utf-8")
     note = {"file": file, "variables": variables, "text": text}
-    atomic_write(output_dir / PLAN_FILE, json.dumps(note, indent=2) + "\n")
+    with held_folder(str(output_dir)):
+        atomic_write(output_dir / PLAN_FILE, json.dumps(note, indent=2) + "\n")
 
 
 def _write(found: Any, output_dir: Path) -> None:

@@ -9,32 +9,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
 from ..interrupts import INTERRUPTED
+from ..training.engine import folder_lock
 from ..training.engine.checkpoints import list_checkpoints
 from ..training.engine.stop_signals import StopSignals
 from .plan import CONVERTED, TRAINED, Run
 
-__all__ = ["LOG_NAME", "FailedRun", "RunFolder", "SweepRunner", "check_launcher"]
+__all__ = ["LOG_NAME", "FailedRun", "Failure", "RunFolder", "SweepRunner", "check_launcher"]
 
-# Of a run: its commands and, once it is finished, its results; and what its commands printed.
+# Of a run: its commands and, once it is finished, its results or why it failed; and what its commands printed.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
 POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class FailedRun:
-    """A run whose command ended with another status than 0, and the line that said why."""
+class Failure:
+    """A command's exit status, the line that said why, and when: in seconds since 1970."""
 
-    run: Run
     status: int
     message: str
+    time: float
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """A run that failed, and what its commands printed."""
+
+    run: Run
+    failure: Failure
     log: Path
+
+    def told(self) -> str:
+        """Return what is said of it."""
+        return f"{self.run.name} (status {self.failure.status}: {self.failure.message}; see {self.log})"
 
 
 class RunFolder:
@@ -51,17 +65,29 @@ class RunFolder:
     def __init__(self, run: Run, sweep_dir: Path):
         self.run, self.path = run, sweep_dir / run.folder
         self.results: dict[str, Any] | None = None
+        self.failure: Failure | None = None
+        self.read()
+
+    def read(self) -> None:
+        """Read what the run has come to, in this call of the sweep or in another one.
+
+        Raises:
+            ValueError, OSError: see the class.
+        """
         record = self.path / RECORD_NAME
-        if record.is_file():
-            stored = load_json(record)
-            if not isinstance(stored, dict) or "commands" not in stored:
-                raise ValueError(f"{record} is no record of a run: delete {self.path}")
-            if stored["commands"] != run.record():
-                raise ValueError(
-                    f"{self.path} has a run of other commands ({_difference(stored['commands'], run.record())}): give "
-                    "a new --output_dir, or delete that folder to run it again"
-                )
-            self.results = stored.get("results")
+        if not record.is_file():
+            return
+        stored = load_json(record)
+        if not isinstance(stored, dict) or "commands" not in stored:
+            raise ValueError(f"{record} is no record of a run: delete {self.path}")
+        if stored["commands"] != self.run.record():
+            changed = _difference(stored["commands"], self.run.record())
+            raise ValueError(
+                f"{self.path} has a run of other commands ({changed}): give a new --output_dir, or delete that folder "
+                "to run it again"
+            )
+        self.results = stored.get("results")
+        self.failure = Failure(**stored["failure"]) if "failure" in stored else None
 
     @property
     def is_converted(self) -> bool:
@@ -70,8 +96,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Write what is going to run, so that a later call knows what lies here."""
-        make_folders(self.path)
-        self._write({"commands": self.run.record()})
+        self._write()
 
     def finish(self) -> None:
         """Take over the training's results: from here on the run is never run again.
@@ -80,9 +105,15 @@ class RunFolder:
             ValueError, OSError: if they are not there.
         """
         self.results = load_json(self.path / TRAINED / RESULTS_NAME)
-        self._write({"commands": self.run.record(), "results": self.results})
+        self._write(results=self.results)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def fail(self, status: int, message: str) -> None:
+        """Write why it failed: calls that run beside this one do not try it again, later ones do."""
+        self.failure = Failure(status, message, time.time())
+        self._write(failure=asdict(self.failure))
+
+    def _write(self, **more: Any) -> None:
+        record = {"commands": self.run.record(), **more}
         atomic_write(self.path / RECORD_NAME, json.dumps(record, indent=2) + "\n")
 
     def next_commands(self) -> list[list[str]]:
@@ -122,25 +153,49 @@ class SweepRunner:
         self.signals = StopSignals()
 
     def run(self) -> list[FailedRun]:
-        """Run them all; return those that failed, which the others do not wait for.
+        """Run all that no other call of the sweep runs; return those that failed, which the others do not wait for.
 
         Raises:
             KeyboardInterrupt, TerminatedError: on Ctrl-C or SIGTERM, once the running command has ended, a training
                 with a checkpoint.
             OSError: if a record cannot be written.
         """
-        failed = []
+        failed: list[FailedRun] = []
         with self.signals.noticed():
             try:
-                for folder in self.folders:
-                    if folder.results is None and (found := self._run(folder)) is not None:
-                        failed.append(found)
+                busy = [each for each in self.folders if each.results is None and not self._take(each, 0, failed)]
+                # What was killed just now may hold its run a little longer, and another call may have stopped.
+                end = time.monotonic() + folder_lock.WAIT_SECONDS
+                for folder in busy:
+                    self._take(folder, max(0, end - time.monotonic()), failed)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"{INTERRUPTED}; {self._how_to_go_on()}") from None
         return failed
 
-    def _run(self, folder: RunFolder) -> FailedRun | None:
+    def _take(self, folder: RunFolder, wait_seconds: float, failed: list[FailedRun]) -> bool:
+        """Run what is left of a run, and add it to those that failed; say whether no other call has it."""
+        if self.signals.number is not None:
+            self._stop()
+        make_folders(folder.path)
+        known = folder.failure
+        with ExitStack() as stack:
+            try:
+                # The training holds it too, so that a second call does not meet one that outlived the first.
+                stack.enter_context(folder_lock.held_folder(str(folder.path), wait_seconds, by_children=True))
+            except folder_lock.FolderInUseError:
+                return False
+            folder.read()  # another call may have had it meanwhile
+            if folder.results is not None:
+                self.on_finish(folder)
+            elif folder.failure == known:
+                self._run(folder)
+            if folder.failure is not None:
+                failed.append(FailedRun(folder.run, folder.failure, folder.path / LOG_NAME))
+        return True
+
+    def _run(self, folder: RunFolder) -> None:
         folder.begin()
+        folder.failure = None
         log = folder.path / LOG_NAME
         commands = folder.next_commands()
         for words in commands:
@@ -149,15 +204,16 @@ class SweepRunner:
             if is_told_to_stop and (status != 0 or words is not commands[-1]):
                 self._stop()
             if status != 0:
-                return FailedRun(folder.run, status, _last_words(log), log)
+                folder.fail(status, _last_words(log))
+                return
         try:
             folder.finish()
         except (ValueError, OSError) as error:
-            return FailedRun(folder.run, 0, str(error), log)
+            folder.fail(0, str(error))
+            return
         self.on_finish(folder)
         if self.signals.number is not None:
             self._stop()
-        return None
 
     def _call(self, words: list[str], log: Path, name: str) -> int:
         """Run a command, its output into the log, and return its exit status; pass on the signals that come."""
@@ -171,7 +227,7 @@ class SweepRunner:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                close_fds=False,  # the lock of the sweep's folder: the one descriptor that is inherited
+                close_fds=False,  # the lock of the run's folder: the one descriptor that is inherited
             )
             passed_on = None
             try:

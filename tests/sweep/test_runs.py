@@ -17,6 +17,9 @@ from fixtures.kills import draw_points
 from hf_attn_variants import cli
 from hf_attn_variants.sweep.drawing import draw_sweep
 from hf_attn_variants.sweep.results import Contestant, SweepResults, number
+from hf_attn_variants.sweep.runner import SweepRunner
+from hf_attn_variants.training.engine import folder_lock
+from hf_attn_variants.training.engine.folder_lock import held_folder
 
 # Of a run these differ from one time to the next.
 TIMES = ("runtime", "per_second", "date", "arguments")
@@ -270,11 +273,66 @@ def test_a_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, t
     assert what_stays(out) == what_stays(undisturbed)
 
 
-def test_one_call_at_a_time(undisturbed, sweep_file, capsys, monkeypatch):
-    from hf_attn_variants.training.engine import folder_lock
+@pytest.mark.thorough
+def test_calls_share_the_runs(undisturbed, sweep_file, tmp_path):
+    """Begun together, each run is one call's, and the table is that of one call alone."""
+    out = tmp_path / "out"
+    calls = [start(sweep_file, out) for _ in range(3)]
+    errors = [call.communicate(timeout=600)[1] for call in calls]
+    assert [call.returncode for call in calls] == [0, 0, 0], errors
+    logs = [path.read_text() for path in out.glob("runs/*/*/output.log")]
+    assert len(logs) == 4 and all(log.count(" glue ") == 1 for log in logs)
+    assert what_stays(out) == what_stays(undisturbed)
 
+
+@pytest.fixture
+def half_done(undisturbed, tmp_path, monkeypatch):
+    """A sweep without its last run, whose lock nobody waits for."""
     monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
-    with folder_lock.held_folder(str(undisturbed)):
+    shutil.copytree(undisturbed, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/runs/grouped/seed-1")
+    return tmp_path / "out"
+
+
+def test_a_run_of_another_call_is_left_to_it(half_done, sweep_file, capsys):
+    last = half_done / "runs/grouped/seed-1"
+    last.mkdir()
+    with held_folder(str(last)):
+        assert run(sweep_file, half_done) == 0
+    printed = capsys.readouterr().out
+    assert "Other calls of this sweep run grouped, seed 1" in " ".join(printed.split()) and not [*last.iterdir()]
+    assert "1 of 2" in (half_done / "sweep_results.md").read_text()
+
+
+@pytest.mark.parametrize("ends", ["finished", "failed"])
+def test_what_another_call_ends_meanwhile_is_not_run_again(
+    half_done, undisturbed, sweep_file, capsys, monkeypatch, ends
+):
+    """It ends between this call's look at the runs and the run's turn."""
+    last = half_done / "runs/grouped/seed-1"
+
+    def ended_elsewhere(command):
+        record = json.loads((undisturbed / "runs/grouped/seed-1/run.json").read_text())
+        if ends == "failed":
+            record = {"commands": record["commands"], "failure": {"status": 3, "message": "no room", "time": 1.0}}
+        last.mkdir()
+        (last / "run.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr("hf_attn_variants.commands.sweep._check_models", lambda *args, **more: ended_elsewhere(args))
+    monkeypatch.setattr(SweepRunner, "_call", None)  # nothing is run
+    assert run(sweep_file, half_done) == (0 if ends == "finished" else 1)
+    printed = capsys.readouterr()
+    assert ("grouped, seed 1 (status 3: no room; see " in printed.err) == (ends == "failed")
+    assert ("2 of 2" in (half_done / "sweep_results.md").read_text().splitlines()[-1]) == (ends == "finished")
+    if ends == "failed":  # a later call tries it again
+        monkeypatch.undo()
+        assert run(sweep_file, half_done) == 0
+        assert what_stays(half_done) == what_stays(undisturbed)
+
+
+def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, monkeypatch):
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    with held_folder(str(undisturbed)):
         assert run(sweep_file, undisturbed) == 2
     assert "is in use" in capsys.readouterr().err
 

@@ -6,13 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["held_folder"]
+__all__ = ["FolderInUseError", "held_folder"]
 
 logger = logging.getLogger(__name__)
 
 # Beyond how long a killed run's data workers live on, which hold its folder as well.
 WAIT_SECONDS = 12.0
 PAUSE_SECONDS = 0.2
+
+
+class FolderInUseError(ValueError):
+    """Another process holds the folder."""
 
 
 @contextmanager
@@ -29,7 +33,7 @@ def held_folder(folder: str, wait_seconds: float | None = None, by_children: boo
         Whether another one held it before, so that the folder may hold more than it did.
 
     Raises:
-        ValueError: if another process still holds it then.
+        FolderInUseError: if another process still holds it then.
     """
     try:
         import fcntl
@@ -47,7 +51,7 @@ def held_folder(folder: str, wait_seconds: float | None = None, by_children: boo
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise ValueError(
+                    raise FolderInUseError(
                         f"--output_dir {folder} is in use: another run is writing into it; give another folder, or "
                         "wait until it ends"
                     ) from None
