@@ -224,7 +224,7 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
     from ..inspection.tables import print_text
     from ..progress import no_progress_bars, progress_bar
     from ..sweep.plan import check_files
-    from ..sweep.runner import RunFolder, SweepRunner
+    from ..sweep.runner import LOG_NAME, RunFolder, SweepRunner
 
     _take_folder(output_dir)
     with no_progress_bars(args.disable_tqdm):
@@ -234,9 +234,8 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
             check_files(folder.run)
         _check_models(args.file, [each.run for each in left if not each.is_converted], download=True)
         _note_file(output_dir, args.file, sweep.variables)
-        with progress_bar(
-            total=len(runs), initial=len(runs) - len(left), desc="Sweep", unit="run", smoothing=0
-        ) as bar:
+        done = len(runs) - len(left)
+        with progress_bar(total=len(runs), initial=done, desc="Sweep", unit="run", smoothing=0) as bar:
 
             def on_finish(folder: Any) -> None:
                 found = _collect(sweep, folders, output_dir)
@@ -248,13 +247,13 @@ def _run(args: argparse.Namespace, sweep: Any, runs: Sequence[Any], output_dir: 
                 bar.set_postfix_str(name, refresh=False)
                 bar.update(0)
 
-            failed = SweepRunner(folders, on_finish, on_wait).run()
+            SweepRunner(folders, on_finish, on_wait).run()
         found = _collect(sweep, folders, output_dir)
     _print(found, output_dir)
     if elsewhere := [each.run.name for each in folders if each.results is None and each.failure is None]:
         print_text(f"Other calls of this sweep run {'; '.join(elsewhere)}: they write table and plot anew.")
-    if failed:
-        told = "; ".join(each.told() for each in failed)
+    if failed := [each for each in folders if each.has_failed]:
+        told = "; ".join(f"{each.run.name} ({each.failure}; see {each.path / LOG_NAME})" for each in failed)
         raise SweepFailed(f"{len(failed)} of {len(runs)} runs failed: {told}. The same command runs them again")
     return found
 

@@ -22,7 +22,7 @@ from ..training.engine.checkpoints import list_checkpoints
 from ..training.engine.stop_signals import StopSignals
 from .plan import CONVERTED, TRAINED, Run
 
-__all__ = ["LOG_NAME", "FailedRun", "Failure", "RunFolder", "SweepRunner", "check_launcher"]
+__all__ = ["LOG_NAME", "RunFolder", "SweepRunner", "check_launcher"]
 
 # Of a run: its commands and, once it is finished, its results or why it failed; and what its commands printed.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
@@ -37,18 +37,8 @@ class Failure:
     message: str
     time: float
 
-
-@dataclass(frozen=True)
-class FailedRun:
-    """A run that failed, and what its commands printed."""
-
-    run: Run
-    failure: Failure
-    log: Path
-
-    def told(self) -> str:
-        """Return what is said of it."""
-        return f"{self.run.name} (status {self.failure.status}: {self.failure.message}; see {self.log})"
+    def __str__(self) -> str:
+        return f"status {self.status}: {self.message}"
 
 
 class RunFolder:
@@ -67,6 +57,7 @@ class RunFolder:
         self.results: dict[str, Any] | None = None
         self.failure: Failure | None = None
         self.read()
+        self._failure_before = self.failure
 
     def read(self) -> None:
         """Read what the run has come to, in this call of the sweep or in another one.
@@ -90,12 +81,18 @@ class RunFolder:
         self.failure = Failure(**stored["failure"]) if "failure" in stored else None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it failed since this object was made, in this call of the sweep or in another one."""
+        return self.failure not in (None, self._failure_before)
+
+    @property
     def is_converted(self) -> bool:
         """Whether its conversion is done."""
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def begin(self) -> None:
         """Write what is going to run, so that a later call knows what lies here."""
+        self.failure = None
         self._write()
 
     def finish(self) -> None:
@@ -152,32 +149,29 @@ class SweepRunner:
         self.folders, self.on_finish, self.on_wait = folders, on_finish, on_wait
         self.signals = StopSignals()
 
-    def run(self) -> list[FailedRun]:
-        """Run all that no other call of the sweep runs; return those that failed, which the others do not wait for.
+    def run(self) -> None:
+        """Run all that no other call of the sweep runs; one that fails does not stop the others.
 
         Raises:
             KeyboardInterrupt, TerminatedError: on Ctrl-C or SIGTERM, once the running command has ended, a training
                 with a checkpoint.
             OSError: if a record cannot be written.
         """
-        failed: list[FailedRun] = []
         with self.signals.noticed():
             try:
-                busy = [each for each in self.folders if each.results is None and not self._take(each, 0, failed)]
+                busy = [each for each in self.folders if each.results is None and not self._take(each, 0)]
                 # What was killed just now may hold its run a little longer, and another call may have stopped.
                 end = time.monotonic() + folder_lock.WAIT_SECONDS
                 for folder in busy:
-                    self._take(folder, max(0, end - time.monotonic()), failed)
+                    self._take(folder, max(0, end - time.monotonic()))
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"{INTERRUPTED}; {self._how_to_go_on()}") from None
-        return failed
 
-    def _take(self, folder: RunFolder, wait_seconds: float, failed: list[FailedRun]) -> bool:
-        """Run what is left of a run, and add it to those that failed; say whether no other call has it."""
+    def _take(self, folder: RunFolder, wait_seconds: float) -> bool:
+        """Run what is left of a run; return false if another call has it."""
         if self.signals.number is not None:
             self._stop()
         make_folders(folder.path)
-        known = folder.failure
         with ExitStack() as stack:
             try:
                 # The training holds it too, so that a second call does not meet one that outlived the first.
@@ -187,15 +181,12 @@ class SweepRunner:
             folder.read()  # another call may have had it meanwhile
             if folder.results is not None:
                 self.on_finish(folder)
-            elif folder.failure == known:
+            elif not folder.has_failed:
                 self._run(folder)
-            if folder.failure is not None:
-                failed.append(FailedRun(folder.run, folder.failure, folder.path / LOG_NAME))
         return True
 
     def _run(self, folder: RunFolder) -> None:
         folder.begin()
-        folder.failure = None
         log = folder.path / LOG_NAME
         commands = folder.next_commands()
         for words in commands:

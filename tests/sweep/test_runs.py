@@ -324,7 +324,7 @@ def test_what_another_call_ends_meanwhile_is_not_run_again(
     printed = capsys.readouterr()
     assert ("grouped, seed 1 (status 3: no room; see " in printed.err) == (ends == "failed")
     assert ("2 of 2" in (half_done / "sweep_results.md").read_text().splitlines()[-1]) == (ends == "finished")
-    if ends == "failed":  # a later call tries it again
+    if ends == "failed":  # a later call tries it again, as one that failed before it began
         monkeypatch.undo()
         assert run(sweep_file, half_done) == 0
         assert what_stays(half_done) == what_stays(undisturbed)
