@@ -380,3 +380,12 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
     for row in four["runs"]:
         row["peak_bytes"] = peaks
     yield from serving(one, four)
+
+
+@table("serving.md", "serving_whisper-base_amx_batch8_greedy", "serving_whisper-base_amx_batch8")
+def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    """Seconds in both ways: engines that keep their own memory have no ratio that could be claimed."""
+    sizes = [way for report in reports for pair in pairs(report, "runs") for way in pair]
+    for name in reports[0]["runs"][0]["milliseconds"]:
+        found = [(way or {}).get("milliseconds", {}).get(name) for way in sizes]
+        yield [name, *("" if each is None else f"{each / 1000:.1f}" for each in found)]

@@ -139,7 +139,7 @@ class SweepRunner:
 
     Args:
         folders: the runs.
-        on_finish: called after each run that finished.
+        on_finish: called after each run that finished here.
         on_wait: called about once a second, with what goes on.
     """
 
@@ -178,10 +178,8 @@ class SweepRunner:
                 stack.enter_context(folder_lock.held_folder(str(folder.path), wait_seconds, by_children=True))
             except folder_lock.FolderInUseError:
                 return False
-            folder.read()  # another call may have had it meanwhile
-            if folder.results is not None:
-                self.on_finish(folder)
-            elif not folder.has_failed:
+            folder.read()  # another call may have had it meanwhile, and written the table
+            if folder.results is None and not folder.has_failed:
                 self._run(folder)
         return True
 
