@@ -241,7 +241,8 @@ def test_a_test_split_without_targets_is_predicted(run, source):
     results = run("--max_train_steps", 1, "--test_source_file", unscored)
     rows = predictions(run.out, "test")
     assert [row["source"] for row in rows] == ["", *source.read_text().splitlines()]
-    assert results["test_samples"] == len(rows) == 65 and set(rows[0]) == {"source", "prediction"}
+    assert [row["row"] for row in rows] == list(range(1, 66))
+    assert results["test_samples"] == 65 and set(rows[0]) == {"row", "source", "prediction"}
     assert "test_bleu" not in results and results["test_decode_tokens"] > 0
     text = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
     scored = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("scored"), text=text)
