@@ -382,7 +382,10 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
     yield from serving(one, four)
 
 
-@table("serving.md", "serving_whisper-base_amx_batch8_greedy", "serving_whisper-base_amx_batch8")
+RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
+
+
+@table("serving.md", *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS))
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Seconds in both ways: engines that keep their own memory have no ratio that could be claimed."""
     sizes = [way for report in reports for pair in pairs(report, "runs") for way in pair]

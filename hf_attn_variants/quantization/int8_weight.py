@@ -32,6 +32,8 @@ TINY = 1e-30
 # alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
 LIFT = 2.0**10
 MANY_ROWS = 16
+# Of float32 inputs, for each thread: what a processor's second cache holds beside what is made of it.
+BLOCK_BYTES = 2**20
 # Of a weight that is rounded: an output layer may be as large as all other maps together, its quotients four times.
 ROWS_AT_ONCE = 1024
 # The names that processors and torch have for it; AMX has it for tiles.
@@ -132,11 +134,15 @@ class OneDnnProduct:
         self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # `amax` takes a ninth of the time of `vector_norm`. A token of zeros makes 0 / 0, then anything times 0.
-        step = states.abs().amax(-1, keepdim=True) / LARGEST
-        numbers = (states / step).round_().to(torch.int8)
+        numbers, step = _divided(states, self._round, torch.int8)
         made = _qlinear(numbers, 1.0, 0, *self._packed, None, 1.0, 0, torch.float32, "none", [], "")
         return _scaled(made, step, bias)
+
+    @staticmethod
+    def _round(states: torch.Tensor, numbers: torch.Tensor, step: torch.Tensor) -> None:
+        # `amax` takes a ninth of the time of `vector_norm`. A token of zeros makes 0 / 0, then anything times 0.
+        torch.amax(states.abs(), -1, keepdim=True, out=step).div_(LARGEST)
+        numbers.copy_((states / step).round_())
 
     def numbers(self) -> torch.Tensor:
         return self._packed[0].to_dense().t().contiguous()
@@ -165,13 +171,42 @@ class EngineProduct:
         if states.numel() == self._in_features:
             made = _linear_dynamic(states * LIFT, self._packed, self._reduces_range)
             return made if bias is None else made.add_(bias)
-        largest = states.abs().amax(-1, keepdim=True).clamp_(min=TINY)
-        made = _linear_dynamic(states / largest, self._packed, self._reduces_range)
+        numbers, largest = _divided(states, self._divide, states.dtype)
+        made = _linear_dynamic(numbers, self._packed, self._reduces_range)
         return _scaled(made, largest.mul_(LIFT), bias)
+
+    @staticmethod
+    def _divide(states: torch.Tensor, numbers: torch.Tensor, largest: torch.Tensor) -> None:
+        torch.amax(states.abs(), -1, keepdim=True, out=largest).clamp_(min=TINY)
+        torch.div(states, largest, out=numbers)
 
     def numbers(self) -> torch.Tensor:
         with _deprecations_kept_quiet():
             return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+
+
+def _divided(
+    states: torch.Tensor, divide: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return states [..., in] divided token by token, in a dtype, and by what [..., 1].
+
+    Many tokens go block by block. What is made on the way would be several times as large as the states; it would come
+    from memory again and, with glibc as it is, cost a page fault for each of its pages.
+
+    Args:
+        divide: takes states, and writes what they become and what they were divided by.
+    """
+    size = states.shape[-1]
+    numbers = torch.empty(states.shape, dtype=dtype, device=states.device)
+    divisors = states.new_empty(*states.shape[:-1], 1)
+    rows = max(1, BLOCK_BYTES // 4 * torch.get_num_threads() // size)
+    if states.numel() <= rows * size:
+        divide(states, numbers, divisors)
+        return numbers, divisors
+    parts = states.reshape(-1, size), numbers.view(-1, size), divisors.view(-1, 1)
+    for block in zip(*(each.split(rows) for each in parts), strict=True):
+        divide(*block)
+    return numbers, divisors
 
 
 def _scaled(made: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -267,6 +267,21 @@ def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
     assert unlike.max() <= float_error
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
+    made = Int8Linear(torch.nn.Linear(40, 24, bias=bias))
+    states = torch.randn(3, 17, 40) * torch.logspace(-3, 3, 17)[:, None]
+    states[1, 4] = 0.0
+    strided = states.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = made(states)
+    monkeypatch.setattr(int8_weight, "BLOCK_BYTES", 4 * 7 * 40 // torch.get_num_threads())  # 7 tokens: 51 leave 2
+    blocks = []
+    split = torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda *args: blocks.append(split(*args)) or blocks[-1])
+    assert torch.equal(made(states), expected) and torch.equal(made(strided), expected)
+    assert [len(each) for each in blocks] == [8] * 6
+
+
 def test_inputs_of_other_shapes_and_types(way):
     linear = torch.nn.Linear(40, 24)
     made, states = Int8Linear(linear), torch.randn(5, 40)
