@@ -32,8 +32,8 @@ TINY = 1e-30
 # alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
 LIFT = 2.0**10
 MANY_ROWS = 16
-# Of float32 inputs, for each thread: what a processor's second cache holds beside what is made of it.
-BLOCK_BYTES = 2**20
+# Inputs that a thread rounds at a time: a megabyte, which a processor's second cache holds with what is made of it.
+BLOCK_NUMBERS = 2**18
 # Of a weight that is rounded: an output layer may be as large as all other maps together, its quotients four times.
 ROWS_AT_ONCE = 1024
 # The names that processors and torch have for it; AMX has it for tiles.
@@ -199,7 +199,7 @@ def _divided(
     size = states.shape[-1]
     numbers = torch.empty(states.shape, dtype=dtype, device=states.device)
     divisors = states.new_empty(*states.shape[:-1], 1)
-    rows = max(1, BLOCK_BYTES // 4 * torch.get_num_threads() // size)
+    rows = max(1, BLOCK_NUMBERS * torch.get_num_threads() // size)
     if states.numel() <= rows * size:
         divide(states, numbers, divisors)
         return numbers, divisors

@@ -274,7 +274,8 @@ def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
     states[1, 4] = 0.0
     strided = states.transpose(0, 1).contiguous().transpose(0, 1)
     expected = made(states)
-    monkeypatch.setattr(int8_weight, "BLOCK_BYTES", 4 * 7 * 40 // torch.get_num_threads())  # 7 tokens: 51 leave 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(int8_weight, "BLOCK_NUMBERS", 7 * 40)  # 7 tokens: 51 leave 2
     blocks = []
     split = torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "split", lambda *args: blocks.append(split(*args)) or blocks[-1])
