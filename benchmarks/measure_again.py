@@ -41,6 +41,7 @@ SCRIPTS = {
     "share_memory_": "speed.share_memory",
     "exact_step_": "speed.exact_step",
     "serving_": "speed.serving",
+    "transcription_": "speed.transcription",
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
 ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]

@@ -207,6 +207,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "share_memory_": _sharing,
     "exact_step_": partial(_sharing, base="products"),
     "serving_": _serving,
+    "transcription_": _serving,
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,
     "loop_overhead": _loops,

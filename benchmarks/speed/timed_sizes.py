@@ -30,8 +30,14 @@ def random_model(shape: str) -> Any:
     return model
 
 
-def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line of a benchmark that calls `measure_sizes`, whose own flags the parser has."""
+def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None, **defaults: Any) -> argparse.Namespace:
+    """Read the command line of a benchmark that calls `measure_sizes`, whose own flags the parser has.
+
+    Args:
+        parser: with these.
+        arguments: what to read; None: the process's.
+        defaults: of flags added here, where they are others.
+    """
     parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens of a text")
     parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of encoder-decoders")
     parser.add_argument("--max_new_tokens", type=int, default=32, help="of encoder-decoders")
@@ -40,6 +46,7 @@ def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
     parser.add_argument("--run_name", help="the file's name; default: made of the shape")
+    parser.set_defaults(**defaults)
     args = parser.parse_args(arguments)
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {args.rounds}")

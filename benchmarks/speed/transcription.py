@@ -1,0 +1,183 @@
+"""What a trained Whisper takes for recordings, to the end of each text: transformers, `share_memory`, CTranslate2.
+
+`serving.py` times random weights, which write as many tokens as they are told. Here a checkpoint hears speech: it ends
+each text itself, and a batch ends with its longest. In float32 and int8, in turn in one run; a time is the median over
+rounds, which are all in the report. Beside it: how many recordings have transformers' own text.
+
+Example:
+    python -m benchmarks.speed.transcription --checkpoint build/whisper-base --audio_dir build/speech/calibration
+"""
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.kept_memory import run
+from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
+from hf_attn_variants import quantize, share_memory
+from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.export.ctranslate2 import export_ctranslate2
+from hf_attn_variants.inspection.page_faults import Watch, summary
+
+UPSTREAM = "transformers"
+COMPUTE_TYPES = {"CTranslate2": "float32", "CTranslate2, int8": "int8_float32"}
+Transcribe = Callable[[torch.Tensor, int], list[list[int]]]
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a Whisper")
+    parser.add_argument("--audio_dir", type=Path, required=True, help="recordings of up to 30 seconds")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--engines", nargs="*", help="beside transformers; default: all")
+    parser.add_argument("--language", default="en", help="what is spoken; of a Whisper that knows more than one")
+    args = parse_sizes(parser, arguments, num_beams=[1, 5], max_new_tokens=120)
+    if not (args.checkpoint / "config.json").is_file():
+        parser.error(f"--checkpoint {args.checkpoint} has no config.json")
+    found, needed = len(recordings(args)), max(args.batch_size)
+    if found < needed:
+        parser.error(f"--audio_dir {args.audio_dir} has {found} recordings; the largest batch takes {needed}")
+    return args
+
+
+def recordings(args: argparse.Namespace) -> list[Path]:
+    """Return the files of audio, by name."""
+    return sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
+
+
+class Engines:
+    """A checkpoint's engines by name: each gives the token numbers of a batch, without prompt and end.
+
+    Args:
+        args: of the command line.
+        folder: where CTranslate2's model is written.
+
+    Raises:
+        SystemExit: for an engine that is not here.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.processor: Any = transformers.AutoProcessor.from_pretrained(args.checkpoint)
+        model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(args.checkpoint).eval()
+        settings = model.generation_config
+        options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+        prompt = ["<|startoftranscript|>", "<|notimestamps|>"]
+        if getattr(settings, "is_multilingual", False):
+            options |= {"language": args.language, "task": "transcribe"}
+            prompt[1:1] = [f"<|{args.language}|>", "<|transcribe|>"]
+        self.options, self.prompt = options, self.processor.tokenizer.convert_tokens_to_ids(prompt)
+        self.end = settings.eos_token_id
+        self.by_name: dict[str, Transcribe] = {UPSTREAM: self.of_torch(model)}
+        makers: dict[str, Callable[[], Transcribe]] = {
+            "share_memory": lambda: self.of_torch(share_memory(copy.deepcopy(model))),
+            "int8": lambda: self.of_torch(quantize(copy.deepcopy(model))),
+            "share_memory, int8": lambda: self.of_torch(quantize(share_memory(copy.deepcopy(model)))),
+        }
+        if importlib.util.find_spec("ctranslate2"):
+            export_ctranslate2(args.checkpoint, folder / "exported")
+            for name, compute_type in COMPUTE_TYPES.items():
+                makers[name] = partial(self.of_ctranslate2, folder / "exported", compute_type, args)
+        names = list(makers) if args.engines is None else args.engines
+        if unknown := [name for name in names if name not in makers]:
+            sys.exit(f"error: --engines {unknown[0]!r}: there are {'; '.join(makers)}")
+        self.by_name |= {name: makers[name]() for name in names}
+
+    def of_torch(self, model: Any) -> Transcribe:
+        """Return what calls a model's `generate`."""
+
+        @torch.no_grad()
+        def transcribe(features: torch.Tensor, beams: int) -> list[list[int]]:
+            heard = torch.ones_like(features[:, 0], dtype=torch.long)
+            rows = model.generate(features, attention_mask=heard, num_beams=beams, **self.options)
+            return [self.text_of(row) for row in rows.tolist()]
+
+        return transcribe
+
+    def of_ctranslate2(self, exported: Path, compute_type: str, args: argparse.Namespace) -> Transcribe:
+        """Return what calls CTranslate2."""
+        import ctranslate2
+
+        options = {"compute_type": compute_type, "intra_threads": args.num_threads}
+        whisper = ctranslate2.models.Whisper(str(exported), **options)
+
+        def transcribe(features: torch.Tensor, beams: int) -> list[list[int]]:
+            heard, prompts = ctranslate2.StorageView.from_array(features.numpy()), [self.prompt] * len(features)
+            # It writes half as many tokens as `max_length`.
+            found = whisper.generate(heard, prompts, beam_size=beams, max_length=2 * args.max_new_tokens)
+            return [self.text_of(each.sequences_ids[0]) for each in found]
+
+        return transcribe
+
+    def text_of(self, row: list[int]) -> list[int]:
+        """Return a text's tokens: of a row that may begin with the prompt, and end with the end."""
+        start = len(self.prompt) if row[: len(self.prompt)] == self.prompt else 0
+        return row[start : row.index(self.end) if self.end in row else None]
+
+
+def heard_features(args: argparse.Namespace, processor: Any) -> torch.Tensor:
+    """Return the features [b, mel bins, frames] of as many recordings as the largest batch has."""
+    parts = []
+    for path in recordings(args)[: max(args.batch_size)]:
+        samples, rate = load_audio(path)
+        parts.append(processor(samples, sampling_rate=rate, return_tensors="pt").input_features)
+    return torch.cat(parts)
+
+
+def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: int, length: int, beams: int) -> dict:
+    """Return the times of one size in milliseconds, and how many texts are transformers' own."""
+    batch, names = features[:batch_size], list(engines.by_name)
+    texts = {name: run(batch, beams) for name, run in engines.by_name.items()}  # it warms up, too
+    usages: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            with Watch() as watch:
+                engines.by_name[name](batch, beams)
+            usages[name].append(watch.usage)
+    times = {name: [1e3 * usage.seconds for usage in found] for name, found in usages.items()}
+    return {
+        "batch_size": batch_size,
+        "source_length": length,
+        "num_beams": beams,
+        "tokens": [len(text) for text in texts[UPSTREAM]],
+        "same_texts": {name: sum(map(list.__eq__, texts[UPSTREAM], found)) for name, found in texts.items()},
+        "milliseconds": {name: statistics.median(found) for name, found in times.items()},
+        "all_milliseconds": times,
+        "usage": {"milliseconds": {name: summary(found) for name, found in usages.items()}},
+    }
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each size, print the figures; returns the report."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.num_threads)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = Engines(args, Path(folder))
+        features = heard_features(args, engines.processor)
+        args.source_length = [features.shape[-1] // 2]  # the encoder halves its frames
+        name = f"transcription_{args.checkpoint.name}_cpu"
+        return measure_sizes(args, name, lambda *size: measure(engines, features, args.rounds, *size), row_text)
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return what is printed of a row."""
+    times, of = row["milliseconds"], row["batch_size"]
+    found = []
+    for name, time in times.items():
+        ratio, same = times[UPSTREAM] / time, row["same_texts"][name]
+        found.append(f"{name} {time / 1000:.1f} s ({ratio:.2f}x, {same} of {of} texts the same)")
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

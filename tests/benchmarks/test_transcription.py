@@ -1,0 +1,48 @@
+"""What a Whisper takes for recordings: each engine's time, and whose texts are transformers' own."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from fixtures.speech import recordings, whisper_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    for name in ("kept_maps", "quantize"):
+        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "LEAST_WEIGHTS", 1)
+    return importlib.import_module("benchmarks.speed.transcription")
+
+
+@pytest.fixture
+def options(tmp_path):
+    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    folder = recordings(tmp_path / "recordings", 2, seconds=0.5)
+    found = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
+    return [*found, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
+
+
+def test_each_engine_has_its_rounds_and_its_texts(script, options):
+    report = script.main(script.parse_args(options))
+    for row, beams in zip(report["runs"], (1, 2), strict=True):
+        assert row["num_beams"] == beams and len(row["tokens"]) == 2
+        assert row["same_texts"]["share_memory"] == row["same_texts"]["transformers"] == 2
+        assert {"int8", "share_memory, int8"} <= row["milliseconds"].keys() == row["same_texts"].keys()
+        assert all(len(times) == 2 for times in row["all_milliseconds"].values())
+    claims = importlib.import_module("benchmarks.speed_claims").claims("transcription_whisper_cpu", report)
+    assert len(list(claims)) == 2 * (len(report["runs"][0]["milliseconds"]) - 1)
+
+
+def test_too_few_recordings_are_told_before_anything_is_loaded(script, options, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args([*options, "--batch_size", "3"])
+    assert "has 2 recordings; the largest batch takes 3" in capsys.readouterr().err
+
+
+def test_tokens_of_a_text_are_those_between_prompt_and_end(script):
+    engines = object.__new__(script.Engines)
+    engines.prompt, engines.end = [9, 8], 1
+    assert engines.text_of([9, 8, 4, 5, 1, 1]) == engines.text_of([4, 5]) == [4, 5]
