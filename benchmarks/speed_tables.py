@@ -392,3 +392,20 @@ def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]
     for name in reports[0]["runs"][0]["milliseconds"]:
         found = [(way or {}).get("milliseconds", {}).get(name) for way in sizes]
         yield [name, *("" if each is None else f"{each / 1000:.1f}" for each in found)]
+
+
+HEARD = ("greedy", "5beams", "5beams_batch16")
+
+
+@table("serving.md", *(f"transcription_whisper-base_amx_{part}" for part in HEARD))
+def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    """Seconds with glibc as it is and with memory kept, greedily before beams; how many of the largest batch agree."""
+    runs = [pair for report in reports for pair in pairs(report, "runs")]
+    runs.sort(key=lambda pair: (pair[0]["batch_size"], pair[0]["num_beams"]))
+    for name in reports[0]["runs"][0]["milliseconds"]:
+        cells = []
+        for ways in runs:
+            times = [(way or {}).get("milliseconds", {}).get(name) for way in ways]
+            cells.append(", ".join(f"{each / 1000:.1f}" for each in times if each is not None))
+        same = [str(row["same_texts"].get(name, "-")) for row, _ in runs[-2:]]
+        yield [name, *cells, ", ".join(same)]

@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         compiles=args.compile,
         variants=list(map(json.loads, args.variants)),
         engines=args.engines,
-        peak_memory=not args.no_peak_memory and way_now() == "glibc",  # whose processes have glibc as it is
+        peak_memory=not args.no_peak_memory and way_now() == "glibc",  # in kept memory a peak says what was kept
     )
     rows = {row.engine.name: row for row in table.rows}
     return {

@@ -157,7 +157,7 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
 def interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
-    """Time steps, which take turns within each round.
+    """Time steps, which take turns within each round, every second one backwards: none always follows the same one.
 
     Returns:
         Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
@@ -167,7 +167,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     usages: dict[str, list[Usage]] = {name: [] for name in steps}
     for number in range(rounds + WARM_UP_ROUNDS):
-        for name in list(steps):
+        for name in list(steps)[:: -1 if number % 2 else 1]:
             try:
                 with Watch() as watch:
                     sample = milliseconds(steps[name], device)

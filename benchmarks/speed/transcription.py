@@ -139,8 +139,8 @@ def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: i
     texts = {name: run(batch, beams) for name, run in engines.by_name.items()}  # it warms up, too
     usages: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(rounds):
-        turn = number % len(names)
-        for name in [*names[turn:], *names[:turn]]:
+        turn = [*names[number % len(names) :], *names[: number % len(names)]]
+        for name in turn[:: -1 if number % 2 else 1]:  # not always after the same one
             with Watch() as watch:
                 engines.by_name[name](batch, beams)
             usages[name].append(watch.usage)

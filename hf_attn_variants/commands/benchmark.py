@@ -244,6 +244,8 @@ def _serving(args: argparse.Namespace, config: Any) -> Any:
     _print_conditions(args, table)
     for name, reason in table.left_out.items():
         print_text(f"Without {name}: {reason}")
+    for name, reason in table.without_peak.items():
+        print_text(f"No peak memory of {name}: {reason}")
     print_text(advice(table))
     return table
 

@@ -204,13 +204,14 @@ def _written(
         counts = values_by_layer(model.config, name)
         heads[name] = model.config.query_heads(name), counts if len({*counts}) > 1 else getattr(model.config, name)
     generation, hears = model.generation_config, model.main_input_name == "input_features"
-    lines = hearing_lines if hears else writing_lines
+    said = (os.fspath(output_dir), tokens, generation, longest_input(model.config))
+    usage = hearing_lines(*said) if hears else writing_lines(*said, model.config.upstream_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
         upstream_architecture(type(model)),
         quantization,
         heads,
         agreement,
-        lines(os.fspath(output_dir), tokens, generation, longest_input(model.config)),
-        {} if hears else unsaid_settings(generation),
+        usage,
+        unsaid_settings(generation, hears),
     )

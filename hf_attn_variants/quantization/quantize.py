@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..instance_attributes import InstanceMethod
 from .bfloat16 import make_bfloat16
 from .bfloat16_weight import has_bfloat16
 from .int8_weight import check_engine
@@ -69,12 +69,10 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
         if isinstance(module, PreTrainedModel):
             # By the first, upstream refuses to train it. A push would make a repository before it saves.
             vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save, push_to_hub=_refuse_to_save)
-            # In copies and pickles a partial is of the copied model.
-            vars(module)["_apply"] = partial(_apply_unless_it_casts, module)
-            vars(module)["num_parameters"] = partial(_num_parameters, module)
-            vars(module)["get_memory_footprint"] = partial(_memory_footprint, module)
+            for name, function in METHODS.items():
+                vars(module)[name] = InstanceMethod(function, module)
             if isinstance(module.get_output_embeddings(), PackedLinear):
-                vars(module)["resize_token_embeddings"] = _refuse_to_resize
+                vars(module).update(resize_token_embeddings=_refuse_to_resize, tie_weights=_refuse_to_tie)
     return model
 
 
@@ -89,6 +87,13 @@ def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "The output embeddings are int8, which no token can be added to: call `resize_token_embeddings` on the model "
         "of float32, and `quantize` after it."
+    )
+
+
+def _refuse_to_tie(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "The output embeddings are int8, made of the weights that they had: call `tie_weights` on the model of "
+        "float32, and `quantize` after it."
     )
 
 
@@ -125,6 +130,14 @@ def _apply_unless_it_casts(
             f"{made.dtype} on {made.device}. Load the model again for that."
         )
     return type(module)._apply(module, fn, *args, **kwargs)
+
+
+# What a quantized model does otherwise than its class.
+METHODS: dict[str, Callable[..., Any]] = {
+    "_apply": _apply_unless_it_casts,
+    "num_parameters": _num_parameters,
+    "get_memory_footprint": _memory_footprint,
+}
 
 
 def _check_kind(model: Any) -> None:

@@ -1,9 +1,10 @@
 """The engines that could serve a model, timed in turn on this machine, and the one to take."""
 
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class ServingTable:
         left_out: engines that cannot serve this model, or are not here: why.
         machine: processor, threads, load and versions.
         memory: how the process held memory (`page_faults.memory_now`).
+        without_peak: engines whose process of its own failed: why.
     """
 
     checkpoint: str
@@ -80,6 +82,7 @@ class ServingTable:
     left_out: dict[str, str]
     machine: dict[str, Any]
     memory: dict[str, Any]
+    without_peak: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with the advice."""
@@ -140,12 +143,11 @@ def measure_serving(
         runs, exported = _built(config, timed, load, inputs, Path(stage), left_out)
         timed = [engine for engine in timed if engine.name in runs]
         times, firsts = _timed(runs, load, rounds)
-        peaks = _peaks(config, timed if peak_memory else [], load, threads, exported)
-    rows: list[ServingRow] = []
-    for engine in timed:
-        baseline = rows[0].milliseconds if rows else None
-        rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
-    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now())
+        runs.clear()  # a process of an engine alone has the memory for itself
+        gc.collect()
+        peaks, without_peak = _peaks(config, timed if peak_memory else [], load, threads, exported)
+    rows = _rows(timed, load, times, firsts, peaks)
+    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now(), without_peak)
 
 
 def _not_here(missing: str | None, names: Sequence[str] | None) -> dict[str, str]:
@@ -161,11 +163,16 @@ def _not_here(missing: str | None, names: Sequence[str] | None) -> dict[str, str
 
 def _peaks(
     config: Mapping[str, Any], engines: Sequence[Engine], load: Load, threads: int, exported: Mapping[str, Exported]
-) -> dict[str, int | None]:
-    return {
-        engine.name: peak_bytes(config, engine, load, threads, exported.get(engine.name))
-        for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False)
-    }
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """Return the peaks, and of engines that failed in their process why: their times stay."""
+    found: dict[str, int | None] = {}
+    failed: dict[str, str] = {}
+    for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False):
+        try:
+            found[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
+        except ValueError as error:
+            failed[engine.name] = str(error)
+    return found, failed
 
 
 def _built(
@@ -196,6 +203,20 @@ def _built(
     return runs, exported
 
 
+def _rows(
+    engines: Sequence[Engine],
+    load: Load,
+    times: Mapping[str, list[Usage]],
+    firsts: Mapping[str, list[float]],
+    peaks: Mapping[str, int | None],
+) -> list[ServingRow]:
+    rows: list[ServingRow] = []
+    for engine in engines:
+        baseline = rows[0].milliseconds if rows else None
+        rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
+    return rows
+
+
 def _row(
     engine: Engine, load: Load, usages: list[Usage], firsts: list[float], baseline: float | None, peak: int | None
 ) -> ServingRow:
@@ -218,12 +239,17 @@ def _fewer_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> list
 
 
 def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[Usage]], dict[str, list[float]]]:
-    """Return what each round of each engine took, and of what generates the seconds to its first tokens."""
+    """Return what each round of each engine took, and of what generates the seconds to its first tokens.
+
+    Each round begins with another engine, and every second one goes backwards: one that leaves caches cold, or threads
+    spinning, does so to more than one other.
+    """
     usages: dict[str, list[Usage]] = {name: [] for name in runs}
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
-        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+        turn = [*names[number % len(names) :], *names[: number % len(names)]]
+        for name in turn[:: -1 if number % 2 else 1]:
             with Watch() as watch:
                 runs[name](load.max_new_tokens)
             with Watch() as first:

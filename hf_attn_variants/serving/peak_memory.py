@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..inspection.page_faults import KEEPING
 from .ctranslate2_engine import Exported, ctranslate2_run
 
 if TYPE_CHECKING:  # the process of CTranslate2 needs no torch
@@ -34,8 +34,8 @@ def peak_bytes(
 ) -> int | None:
     """Return the most memory that a process has which serves one batch by an engine, its libraries included.
 
-    The peak counts from when the model is loaded: making random weights is no part of serving. The process leaves
-    glibc as it is.
+    The peak counts from when the model is loaded: making random weights is no part of serving. The process holds
+    memory as this one does: it gives large blocks back, or keeps them.
 
     Args:
         config: the checkpoint's config.json.
@@ -52,8 +52,7 @@ def peak_bytes(
     if not CLEAR.exists():
         return None
     told: dict[str, Any] = {"config": dict(config), "engine": asdict(engine), "load": asdict(load), "threads": threads}
-    environment = {name: value for name, value in os.environ.items() if name not in KEEPING}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as stage:
         if exported is not None:
             told["exported"] = _stored(exported, Path(stage))
@@ -63,6 +62,8 @@ def peak_bytes(
         )
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:]
+        if done.returncode == -signal.SIGKILL:
+            said = "it was killed, most likely for want of memory"
         raise ValueError(f"{engine.name} failed in a process of its own (status {done.returncode}): {said}")
     return int(done.stdout.splitlines()[-1])
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..instance_attributes import OfModule
 from ..modeling.attention.encoder_decoder_mixins import expand_all_but_memory
 from .attention import IMPLEMENTATIONS, SharesMemory
 from .known_attentions import cross_attentions
@@ -12,8 +13,8 @@ __all__ = ["EXPANSION", "SharedExpansion"]
 EXPANSION = "_expand_inputs_for_generation"
 
 
-class SharedExpansion:
-    """Stands in one model for its method; a plain object, which is copied and pickled with the model.
+class SharedExpansion(OfModule):
+    """Stands in one model for its method.
 
     Args:
         model: the one whose attribute it becomes.
@@ -23,7 +24,7 @@ class SharedExpansion:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        super().__init__(model)
         self.former = vars(model).get(EXPANSION)
 
     def __call__(
@@ -34,8 +35,8 @@ class SharedExpansion:
         return expand_all_but_memory(self._upstreams(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
-        found = [module for _, module in cross_attentions(self.model)]
-        return self.model.config._attn_implementation_internal in IMPLEMENTATIONS and all(
+        found = [module for _, module in cross_attentions(self.module)]
+        return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
             isinstance(module, SharesMemory) for module in found
         )
 
@@ -43,5 +44,6 @@ class SharedExpansion:
         if self.former is not None:
             return self.former
         # A static method in some releases, which `super` would need no instance for.
-        owner = next(cls for cls in type(self.model).__mro__ if EXPANSION in vars(cls))
-        return vars(owner)[EXPANSION].__get__(self.model, type(self.model))
+        cls = type(self.module)
+        owner = next(each for each in cls.__mro__ if EXPANSION in vars(each))
+        return vars(owner)[EXPANSION].__get__(self.module, cls)

@@ -1,6 +1,7 @@
 """`attn-variants benchmark --serving`: which engines it times, what it advises, what it refuses."""
 
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 from functools import partialmethod
@@ -180,6 +181,33 @@ def test_an_engine_that_fails_alone_is_an_error():
         ValueError, match=r"transformers failed in a process of its own \(status 1\).*attn_variant_bart"
     ):
         peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+
+
+def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypatch, capsys):
+    """A model that is there twice may be too large for the machine: the system kills its process."""
+
+    class Killed:
+        returncode, stderr = -9, "cut off"
+
+    if not peak_memory.CLEAR.exists():
+        pytest.skip("this system says no peak")
+    monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
+    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
+    assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in ("transformers", "share_memory"):
+        why = f"{name} failed in a process of its own (status -9): it was killed, most likely for want of memory"
+        assert f"No peak memory of {name}: {why}" in printed
+    assert "Take for batch 1" in printed and "tokens/s" in printed
+
+
+def test_no_engine_always_follows_the_same_one():
+    order = []
+    runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
+    measure._timed(runs, Load(1, 1, None, 1), rounds=4)
+    before = {name: {one for one, other in itertools.pairwise(order) if other == name} for name in runs}
+    assert all(len(found) > 1 for found in before.values())
 
 
 @pytest.mark.usefixtures("small_maps")

@@ -180,6 +180,13 @@ def test_languages_begin_what_is_written(kind, tmp_path):
     batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
     assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
+    # A checkpoint as it is published says no target.
+    unsaid = "pass target_prefix=[["
+    assert unsaid not in written.usage
+    if start.forced_bos_token_id is not None:
+        model.generation_config.forced_bos_token_id = model.config.forced_bos_token_id = None
+        model.save_pretrained(tmp_path / "model")
+        assert unsaid in export_ctranslate2(tmp_path / "model", tmp_path / "unsaid").usage
 
 
 @needs_engine
@@ -250,6 +257,34 @@ def test_generation_settings_are_in_the_printed_lines_or_named(tmp_path, capsys)
         assert option in printed, option
     run_usage(printed.partition("It is used so:\n")[2])
     assert printed.index("read back") < printed.index("It is used so")
+
+
+HEARD = [
+    ({}, ["beam_size=1", "'<|en|>', '<|transcribe|>'", "# <|en|>: say which language is spoken"]),
+    ({"language": "german", "num_beams": 3, "max_new_tokens": 6}, ["beam_size=3", "'<|de|>'", "max_length=12)"]),
+    ({"language": "de", "max_length": 10, "length_penalty": 0.5}, ["length_penalty=0.5", "max_length=12)"]),
+    ({"forced_decoder_ids": [[1, 31], [2, 32]]}, ["'<|startoftranscript|>', '<|de|>', '<|transcribe|>'"]),
+    (
+        {"task": "transcribe", "no_repeat_ngram_size": 2, "bad_words_ids": [[4, 5]], "return_timestamps": True},
+        ["no_repeat_ngram_size=2", "not said to CTranslate2", "bad_words_ids=[[4, 5]]", "return_timestamps=True"],
+    ),
+]
+
+
+@needs_engine
+@pytest.mark.parametrize("settings, said", HEARD, ids=lambda each: "-".join(each) or "none")
+def test_a_whispers_settings_are_in_the_printed_lines_or_named(settings, said, tmp_path, capsys):
+    folder = whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert not [each for each in said if each not in printed], printed
+    assert ("# <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
+    unsaid = {"bad_words_ids", "return_timestamps"} & settings.keys()
+    assert ("not said to CTranslate2" in printed) == bool(unsaid)
+    run_usage(printed.partition("It is used so:\n")[2])
 
 
 @needs_engine

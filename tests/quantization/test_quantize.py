@@ -1,9 +1,11 @@
 """`quantize` in place: what the object keeps, what goes with copies, what stays in float32, what is refused."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -153,7 +155,7 @@ def test_its_type_stays(name):
         assert {parameter.dtype for parameter in each.parameters()} == {torch.float32}
         assert each.to("cpu") is each and each.to(torch.float32) is each
     copied = copy.deepcopy(model)
-    assert vars(copied)["_apply"].args[0] is copied and vars(pickled)["_apply"].args[0] is pickled
+    assert vars(copied)["_apply"].module is copied and vars(pickled)["_apply"].module is pickled
 
 
 def test_its_vocabulary_stays():
@@ -162,6 +164,24 @@ def test_its_vocabulary_stays():
             quantize(tiny_model(name)).resize_token_embeddings(70)
     encoder = quantize(tiny_model("t5", transformers.T5EncoderModel))  # which has no head
     assert encoder.resize_token_embeddings(70).num_embeddings == 70
+
+
+def test_a_head_of_int8_is_not_tied_anew():
+    with pytest.raises(ValueError, match="call `tie_weights` on the model of float32"):
+        quantize(tiny_model("bart")).tie_weights()
+    quantize(tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # which has no head
+
+
+def test_a_model_that_nobody_has_any_longer_is_gone_at_once():
+    """Not when Python next looks for circles."""
+    gc.disable()
+    try:
+        model = quantize(share_memory(tiny_model("t5")))
+        found = weakref.ref(model)
+        del model
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_it_is_not_trained():

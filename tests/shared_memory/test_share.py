@@ -1,9 +1,11 @@
 """`share_memory` in place and back: what the object keeps, what goes with copies, what is refused."""
 
 import copy
+import gc
 import io
 import pathlib
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -122,12 +124,46 @@ def test_copies_and_pickles_share_and_are_undone_alone(name, form):
     file.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
     for each in copies:
-        assert type(each) is type(model) and is_shared(each) and vars(each)[EXPANSION].model is each
+        assert type(each) is type(model) and is_shared(each) and vars(each)[EXPANSION].module is each
         assert torch.equal(each.generate(**batch, **BEAMS), expected)
         share_memory(each, False)
         assert not any(isinstance(module, SharesMemory) for module in each.modules()) and EXPANSION not in vars(each)
         assert torch.equal(each.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
+
+
+def test_a_model_that_nobody_has_any_longer_is_gone_at_once():
+    """Not when Python next looks for circles: a GPU's memory is freed by `del`."""
+    gc.disable()
+    try:
+        for change in (lambda model: model, share_memory):
+            model = change(tiny_model("t5"))
+            found = weakref.ref(model)
+            del model
+            assert found() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_a_trainer_trains_it_and_generates(name, tmp_path):
+    """Steps are upstream's own, to the bit; what an evaluation generates with beams has its tokens."""
+    batch = source_batch(name)
+    rows = [{key: value[i] for key, value in batch.items()} | {"labels": torch.arange(4, 9)} for i in range(3)]
+    options = {"predict_with_generate": True, "generation_num_beams": 3, "generation_max_length": 7, "max_steps": 2}
+    options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0}
+    found = []
+    for change in (lambda model: model, share_memory):
+        model = change(tiny_model(name))
+        args = transformers.Seq2SeqTrainingArguments(str(tmp_path), learning_rate=1e-2, **options)
+        trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        found.append((model.state_dict(), trainer.predict(rows).predictions))
+    (weights, tokens), (ours, our_tokens) = found
+    assert all(torch.equal(ours[key], weight) for key, weight in weights.items())
+    assert (our_tokens == tokens).all() and not torch.equal(
+        next(iter(weights.values())), next(iter(tiny_model(name).state_dict().values()))
+    )
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
