@@ -14,7 +14,7 @@ import importlib.util
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,21 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--engines", nargs="*", help="beside transformers; default: all")
     parser.add_argument("--language", default="en", help="what is spoken; of a Whisper that knows more than one")
-    args = parse_sizes(parser, arguments, num_beams=[1, 5], max_new_tokens=120)
-    if not (args.checkpoint / "config.json").is_file():
-        parser.error(f"--checkpoint {args.checkpoint} has no config.json")
-    found, needed = len(recordings(args)), max(args.batch_size)
-    if found < needed:
-        parser.error(f"--audio_dir {args.audio_dir} has {found} recordings; the largest batch takes {needed}")
-    return args
+    return parse_sizes(parser, arguments, num_beams=[1, 5], max_new_tokens=120)
 
 
 def recordings(args: argparse.Namespace) -> list[Path]:
-    """Return the files of audio, by name."""
-    return sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
+    """Return as many files of audio as the largest batch has, by name.
+
+    Raises:
+        SystemExit: if there are not so many, or there is no checkpoint to hear them.
+    """
+    if not (args.checkpoint / "config.json").is_file():
+        sys.exit(f"error: --checkpoint {args.checkpoint} has no config.json")
+    found = sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
+    if len(found) < (needed := max(args.batch_size)):
+        sys.exit(f"error: --audio_dir {args.audio_dir} has {len(found)} recordings; the largest batch takes {needed}")
+    return found[:needed]
 
 
 class Engines:
@@ -124,10 +127,10 @@ class Engines:
         return row[start : row.index(self.end) if self.end in row else None]
 
 
-def heard_features(args: argparse.Namespace, processor: Any) -> torch.Tensor:
-    """Return the features [b, mel bins, frames] of as many recordings as the largest batch has."""
+def heard_features(paths: Sequence[Path], processor: Any) -> torch.Tensor:
+    """Return the features [b, mel bins, frames] of recordings."""
     parts = []
-    for path in recordings(args)[: max(args.batch_size)]:
+    for path in paths:
         samples, rate = load_audio(path)
         parts.append(processor(samples, sampling_rate=rate, return_tensors="pt").input_features)
     return torch.cat(parts)
@@ -161,9 +164,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)
+    paths = recordings(args)
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(args, Path(folder))
-        features = heard_features(args, engines.processor)
+        features = heard_features(paths, engines.processor)
         args.source_length = [features.shape[-1] // 2]  # the encoder halves its frames
         name = f"transcription_{args.checkpoint.name}_cpu"
         return measure_sizes(args, name, lambda *size: measure(engines, features, args.rounds, *size), row_text)

@@ -36,10 +36,13 @@ def test_each_engine_has_its_rounds_and_its_texts(script, options):
     assert len(list(claims)) == 2 * (len(report["runs"][0]["milliseconds"]) - 1)
 
 
-def test_too_few_recordings_are_told_before_anything_is_loaded(script, options, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_args([*options, "--batch_size", "3"])
-    assert "has 2 recordings; the largest batch takes 3" in capsys.readouterr().err
+def test_wrong_inputs_are_told_before_anything_is_loaded(script, options, tmp_path):
+    with pytest.raises(SystemExit, match="has 2 recordings; the largest batch takes 3"):
+        script.main(script.parse_args([*options, "--batch_size", "3"]))
+    with pytest.raises(SystemExit, match=r"--checkpoint .*nothing has no config\.json"):
+        script.main(script.parse_args([*options, "--checkpoint", str(tmp_path / "nothing")]))
+    with pytest.raises(SystemExit, match="--engines 'int4': there are share_memory; int8;"):
+        script.main(script.parse_args([*options, "--engines", "int4"]))
 
 
 def test_tokens_of_a_text_are_those_between_prompt_and_end(script):
