@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,12 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.inspection.page_faults import Watch, summary
 
 UPSTREAM = "transformers"
+# What is done with the checkpoint, in turn.
+IN_TORCH: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "share_memory": (share_memory,),
+    "int8": (quantize,),
+    "share_memory, int8": (share_memory, quantize),
+}
 COMPUTE_TYPES = {"CTranslate2": "float32", "CTranslate2, int8": "int8_float32"}
 Transcribe = Callable[[torch.Tensor, int], list[list[int]]]
 
@@ -58,18 +63,28 @@ def recordings(args: argparse.Namespace) -> list[Path]:
     return found[:needed]
 
 
+def engine_names(args: argparse.Namespace) -> list[str]:
+    """Return the engines beside transformers.
+
+    Raises:
+        SystemExit: for one that is not here.
+    """
+    here = [*IN_TORCH, *(COMPUTE_TYPES if importlib.util.find_spec("ctranslate2") else ())]
+    if unknown := [name for name in args.engines or () if name not in here]:
+        sys.exit(f"error: --engines {unknown[0]!r}: there are {'; '.join(here)}")
+    return here if args.engines is None else args.engines
+
+
 class Engines:
     """A checkpoint's engines by name: each gives the token numbers of a batch, without prompt and end.
 
     Args:
         args: of the command line.
+        names: the engines beside transformers.
         folder: where CTranslate2's model is written.
-
-    Raises:
-        SystemExit: for an engine that is not here.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, names: Sequence[str], folder: Path) -> None:
         self.processor: Any = transformers.AutoProcessor.from_pretrained(args.checkpoint)
         model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(args.checkpoint).eval()
         settings = model.generation_config
@@ -81,19 +96,14 @@ class Engines:
         self.options, self.prompt = options, self.processor.tokenizer.convert_tokens_to_ids(prompt)
         self.end = settings.eos_token_id
         self.by_name: dict[str, Transcribe] = {UPSTREAM: self.of_torch(model)}
-        makers: dict[str, Callable[[], Transcribe]] = {
-            "share_memory": lambda: self.of_torch(share_memory(copy.deepcopy(model))),
-            "int8": lambda: self.of_torch(quantize(copy.deepcopy(model))),
-            "share_memory, int8": lambda: self.of_torch(quantize(share_memory(copy.deepcopy(model)))),
-        }
-        if importlib.util.find_spec("ctranslate2"):
-            export_ctranslate2(args.checkpoint, folder / "exported")
-            for name, compute_type in COMPUTE_TYPES.items():
-                makers[name] = partial(self.of_ctranslate2, folder / "exported", compute_type, args)
-        names = list(makers) if args.engines is None else args.engines
-        if unknown := [name for name in names if name not in makers]:
-            sys.exit(f"error: --engines {unknown[0]!r}: there are {'; '.join(makers)}")
-        self.by_name |= {name: makers[name]() for name in names}
+        for name in names:
+            if name in COMPUTE_TYPES:
+                self.by_name[name] = self.of_ctranslate2(folder / "exported", COMPUTE_TYPES[name], args)
+                continue
+            made = copy.deepcopy(model)
+            for change in IN_TORCH[name]:
+                change(made)
+            self.by_name[name] = self.of_torch(made)
 
     def of_torch(self, model: Any) -> Transcribe:
         """Return what calls a model's `generate`."""
@@ -110,6 +120,8 @@ class Engines:
         """Return what calls CTranslate2."""
         import ctranslate2
 
+        if not exported.exists():
+            export_ctranslate2(args.checkpoint, exported)
         options = {"compute_type": compute_type, "intra_threads": args.num_threads}
         whisper = ctranslate2.models.Whisper(str(exported), **options)
 
@@ -164,9 +176,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)
-    paths = recordings(args)
+    paths, names = recordings(args), engine_names(args)
     with tempfile.TemporaryDirectory() as folder:
-        engines = Engines(args, Path(folder))
+        engines = Engines(args, names, Path(folder))
         features = heard_features(paths, engines.processor)
         args.source_length = [features.shape[-1] // 2]  # the encoder halves its frames
         name = f"transcription_{args.checkpoint.name}_cpu"
