@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_attn_variants.inspection.page_faults import Usage, Watch, summary
+from hf_attn_variants.inspection.speed import order_of_round
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_of
@@ -157,7 +158,7 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
 def interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
-    """Time steps, which take turns within each round, every second one backwards: none always follows the same one.
+    """Time steps, which take turns within each round (`order_of_round`).
 
     Returns:
         Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
@@ -167,7 +168,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     usages: dict[str, list[Usage]] = {name: [] for name in steps}
     for number in range(rounds + WARM_UP_ROUNDS):
-        for name in list(steps)[:: -1 if number % 2 else 1]:
+        for name in order_of_round(list(steps), number):
             try:
                 with Watch() as watch:
                     sample = milliseconds(steps[name], device)

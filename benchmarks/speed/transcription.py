@@ -27,6 +27,7 @@ from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.inspection.page_faults import Watch, summary
+from hf_attn_variants.inspection.speed import order_of_round
 
 UPSTREAM = "transformers"
 # What is done with the checkpoint, in turn.
@@ -150,12 +151,11 @@ def heard_features(paths: Sequence[Path], processor: Any) -> torch.Tensor:
 
 def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: int, length: int, beams: int) -> dict:
     """Return the times of one size in milliseconds, and how many texts are transformers' own."""
-    batch, names = features[:batch_size], list(engines.by_name)
+    batch = features[:batch_size]
     texts = {name: run(batch, beams) for name, run in engines.by_name.items()}  # it warms up, too
-    usages: dict[str, list[Any]] = {name: [] for name in names}
+    usages: dict[str, list[Any]] = {name: [] for name in engines.by_name}
     for number in range(rounds):
-        turn = [*names[number % len(names) :], *names[: number % len(names)]]
-        for name in turn[:: -1 if number % 2 else 1]:  # not always after the same one
+        for name in order_of_round(list(engines.by_name), number):
             with Watch() as watch:
                 engines.by_name[name](batch, beams)
             usages[name].append(watch.usage)

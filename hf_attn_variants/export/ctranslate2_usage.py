@@ -107,7 +107,10 @@ print(processor.decode(result.sequences_ids[0]))"""
 
 
 def _hearing_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
-    """Return a Whisper's prompt, and whether its settings say the language, or there is one alone; else English."""
+    """Return a Whisper's prompt, and whether its language is known: said, or English for want of any other.
+
+    Where it is not, the prompt has English, or the first language that there is.
+    """
     languages = list(getattr(generation, "lang_to_id", None) or {})
     if not languages:
         return [TRANSCRIPT, NO_TIMES], True

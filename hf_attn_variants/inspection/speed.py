@@ -35,7 +35,7 @@ from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 
 __all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "machine_now", "measure_speed", "timed_auto_class"]
-__all__ += ["ready_to_time", "timed_length", "upstream_model"]
+__all__ += ["order_of_round", "ready_to_time", "timed_length", "upstream_model"]
 
 POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
@@ -248,15 +248,29 @@ def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     return BreakEven(ours.name, multi_head.name, tokens)
 
 
+def order_of_round(names: Sequence[str], number: int) -> list[str]:
+    """Return in which order contestants take their turns in a round.
+
+    Every second round is the one before backwards, and each two begin further on: what one leaves behind, as cold
+    caches or threads that still spin, is not always met by the same other one.
+
+    Args:
+        names: of the contestants.
+        number: the round's.
+    """
+    first = number // 2 % max(1, len(names))
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
+
+
 def _timed(
     runs: dict[str, Callable[[], Any]], rounds: int, device: str
 ) -> tuple[dict[str, list[Times]], dict[str, list[Usage]]]:
     """Return the times of each round of each contestant, and what it took of the kernel."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
     usages: dict[str, list[Usage]] = {name: [] for name in runs}
-    names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
-        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+        for name in order_of_round(list(runs), number):
             with Watch() as watch:
                 found = run_times(runs[name], device)
             if number >= 0:

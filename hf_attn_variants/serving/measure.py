@@ -13,7 +13,7 @@ import torch
 from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
 from ..inspection.counting import check_sizes
 from ..inspection.page_faults import Usage, Watch, memory_now, summary
-from ..inspection.speed import machine_now, timed_length
+from ..inspection.speed import machine_now, order_of_round, timed_length
 from ..progress import progress_bar
 from .ctranslate2_engine import Exported, ctranslate2_run, why_not, write_folder
 from .engines import (
@@ -239,17 +239,11 @@ def _fewer_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> list
 
 
 def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[Usage]], dict[str, list[float]]]:
-    """Return what each round of each engine took, and of what generates the seconds to its first tokens.
-
-    Each round begins with another engine, and every second one goes backwards: one that leaves caches cold, or threads
-    spinning, does so to more than one other.
-    """
+    """Return what each round of each engine took, and of what generates the seconds to its first tokens."""
     usages: dict[str, list[Usage]] = {name: [] for name in runs}
     firsts: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
-        turn = [*names[number % len(names) :], *names[: number % len(names)]]
-        for name in turn[:: -1 if number % 2 else 1]:
+        for name in order_of_round(list(runs), number):
             with Watch() as watch:
                 runs[name](load.max_new_tokens)
             with Watch() as first:
