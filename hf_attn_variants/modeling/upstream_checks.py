@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .upstream import changed, check_attributes, check_method, known_imports
+from .upstream import changed, check_attributes, check_called, check_method, known_imports
 
 __all__ = [
     "check_attention_function",
@@ -68,6 +68,8 @@ def check_models() -> None:
     with known_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
+    # By this a configuration of ours knows that a model is built (`fields/foreign_classes.py`).
+    check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 

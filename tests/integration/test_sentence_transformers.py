@@ -11,8 +11,12 @@ import datasets
 import pytest
 import torch
 from hub.local_hub import TOKEN, LocalHub
-from transformers import AutoModel, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
+import hf_attn_variants
 from hf_attn_variants.inspection import sentence_embeddings
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
@@ -70,6 +74,64 @@ def encoded_elsewhere(folder, tmp_path):
 def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
     pytest.importorskip("sentence_transformers")
     torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
+
+
+# Fields that Transformers' own encoder would ignore, or could not load.
+T5_FIELDS = {
+    "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2},
+    "talking heads": {"talking_heads": "both", "talking_heads_init": "random"},
+    "sinusoids": {"position_embedding_type": "sinusoidal"},
+    "additive scores": {"score_function": "additive"},
+    "key/value heads": {"encoder_num_key_value_heads": 2},
+    "latents": {"encoder_kv_lora_rank": 16},
+}
+T5_SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+def saved_t5(folder, name, fields):
+    """A folder of sentence-transformers with a whole encoder-decoder, and the embeddings of `SENTENCES`."""
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    words = dict.fromkeys(word for sentence in SENTENCES for word in sentence.split())
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}, "<unk>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, model_input_names=["input_ids", "attention_mask"], **special
+    )
+    torch.manual_seed(0)
+    config = getattr(hf_attn_variants, f"AttnVariant{name}Config")(**T5_SIZES, **fields, dropout_rate=0.0)
+    model = getattr(hf_attn_variants, f"AttnVariant{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.tie_weights()
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states, mask = model.get_encoder()(**batch).last_hidden_state, batch["attention_mask"][..., None]
+    model.save_pretrained(folder / "t5")
+    tokenizer.save_pretrained(folder / "t5")
+    trusted = {"model_kwargs": {"trust_remote_code": True}, "config_kwargs": {"trust_remote_code": True}}
+    encoder = modules.Transformer(str(folder / "t5"), **trusted)
+    assert type(encoder.auto_model).__name__ == f"AttnVariant{name}EncoderModel"
+    library = pytest.importorskip("sentence_transformers")
+    sentence_model = library.SentenceTransformer(modules=[encoder, modules.Pooling(48)], device="cpu")
+    sentence_model.save_pretrained(str(folder / "saved"))
+    return sentence_model, (states * mask).sum(1) / mask.sum(1)
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+@pytest.mark.parametrize("fields", T5_FIELDS.values(), ids=T5_FIELDS)
+def test_the_encoder_of_a_t5_is_ours(name, fields, tmp_path):
+    model, expected = saved_t5(tmp_path, name, fields)
+    torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_the_encoder_of_a_t5_is_ours_where_this_package_is_not(name, tmp_path):
+    _, expected = saved_t5(tmp_path, name, T5_FIELDS["windows"])
+    got = encoded_elsewhere(tmp_path / "saved", tmp_path)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..mechanisms.latents import rank_of_map
 from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, keeps_cache
-from ..peft_tables import tell_peft
+from ..other_libraries import register_with_peft, register_with_sentence_transformers
 from ..upstream_checks import check_configurations
 from ..variant_names import COUNTS_TOKENS, EAGER, SDPA
 from .composition import check_together
@@ -30,6 +30,7 @@ from .field_checks import (
     wrong_kinds_explained,
 )
 from .field_table import variant_field
+from .foreign_classes import check_foreign_class, foreign_class
 from .given_fields import (
     UNSAID,
     check_idle,
@@ -144,6 +145,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self.per_layer_values = from_per_layer_config(self, by_layer)
         self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
+        # sentence-transformers makes a configuration before it looks in its table for the class to load.
+        register_with_sentence_transformers(type(self))
 
     def check_variant(self) -> None:
         """Check the variant fields against each other and fill in what was not given; models check again when built.
@@ -331,6 +334,19 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
 
     @property
+    def _experts_implementation_internal(self) -> str | None:
+        return vars(self).get("_experts_implementation_internal")
+
+    @_experts_implementation_internal.setter
+    def _experts_implementation_internal(self, value: str | None) -> None:
+        # The constructor of every model of Transformers writes a name here; a configuration itself writes None.
+        if value is not None and (model_class := foreign_class()) is not None:
+            check_foreign_class(self, model_class)
+            name: Any = self._attn_implementation_internal  # a live model's configuration names our functions
+            self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
+        vars(self)["_experts_implementation_internal"] = value
+
+    @property
     def output_attentions(self) -> bool | None:
         """Whether the model returns its attention weights, whatever the attention implementation."""
         return self._output_attentions
@@ -351,7 +367,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as upstream does, without fields that only inherit another's value."""
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
-        tell_peft(type(self))
+        register_with_peft(type(self))
         return stored_values(self, super().to_dict())
 
 

@@ -1,0 +1,101 @@
+"""Model classes of Transformers that get a configuration of this package: they load if fields change nothing."""
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from relatives import RELATIVES
+
+import hf_attn_variants
+from hf_attn_variants.modeling.fields.foreign_classes import fields_in_effect
+from hf_attn_variants.modeling.variant_names import EAGER
+
+EVERY = {each.name: each for each in (*ARCHITECTURES, *RELATIVES)}
+each_architecture = pytest.mark.parametrize("architecture", EVERY.values(), ids=EVERY)
+
+
+def base_head(architecture):
+    return next(iter(architecture.heads))
+
+
+def fields_of(architecture):
+    """Fields that change what a model computes, one way at a time; none changes a shape except the last."""
+    config = architecture.config()
+    prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
+    for prefix in prefixes:
+        yield {f"{prefix}attention_pattern": "sliding_window", f"{prefix}attention_window": 4}
+        yield {f"{prefix}score_function": "additive"}
+        if prefix == prefixes[-1]:  # the stacks of a BART here have unequal heads
+            yield {f"{prefix}talking_heads": "both", f"{prefix}talking_heads_init": "random"}
+        yield {f"{prefix}num_key_value_heads": 2}
+    if "sinusoidal" in config.position_types:
+        yield {"position_embedding_type": "sinusoidal"}
+
+
+@each_architecture
+def test_a_class_of_transformers_raises_where_fields_change_outputs(architecture, tmp_path):
+    head = base_head(architecture)
+    theirs = getattr(transformers, head)
+    for fields in fields_of(architecture):
+        config = architecture.config(head=head, **fields)
+        assert set(fields) <= set(fields_in_effect(config))
+        for build in (theirs, theirs._from_config):
+            with pytest.raises(ValueError, match=f"AttnVariant{head}"):
+                build(config)
+    model = architecture.model(head, **fields)
+    with pytest.raises(ValueError, match=f"AttnVariant{head}"):  # the configuration of a live model
+        theirs(model.config)
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"attn_implementation": "eager"}):
+        with pytest.raises(ValueError, match=f"AttnVariant{head}"):
+            theirs.from_pretrained(tmp_path, config=type(config).from_pretrained(tmp_path), **options)
+
+
+@each_architecture
+def test_a_class_of_transformers_loads_what_it_computes_alike(architecture, tmp_path):
+    head = base_head(architecture)
+    model, batch = architecture.model(head), architecture.batch(head)
+    model.save_pretrained(tmp_path)
+    theirs = getattr(transformers, head).from_pretrained(tmp_path, config=model.config).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 40}])
+def test_latents_as_wide_as_their_input_change_no_output(fields):
+    assert fields_in_effect(EVERY["t5"].config(**fields)) == []
+
+
+def head_around(base, model_class):
+    """A user's own head, derived from `base`, with a model of `model_class` inside."""
+
+    class Head(base):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = model_class(config)
+            self.post_init()
+
+    return Head
+
+
+OURS, THEIRS = hf_attn_variants.AttnVariantBertModel, transformers.BertModel
+
+
+@pytest.mark.parametrize("base", [transformers.BertPreTrainedModel, hf_attn_variants.AttnVariantBertPreTrainedModel])
+def test_a_head_of_a_user_has_our_model_inside(base):
+    config = EVERY["bert"].config(attention_pattern="sliding_window", attention_window=4)
+    assert type(head_around(base, OURS)(config).bert) is OURS
+    if base is transformers.BertPreTrainedModel:
+        with pytest.raises(ValueError, match="AttnVariantBertModel"):
+            head_around(base, THEIRS)(config)
+    else:
+        assert type(head_around(base, THEIRS)(config).bert) is OURS
+
+
+def test_a_pair_of_models_still_switches_its_implementation():
+    bert = EVERY["bert"]
+    encoder = bert.model("BertModel", num_key_value_heads=4)
+    decoder = bert.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, num_key_value_heads=4)
+    pair = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    pair.set_attn_implementation("eager")
+    assert encoder.config._attn_implementation == EAGER
