@@ -313,7 +313,7 @@ def size_of(cache: Any) -> int:
     """Return the bytes of the keys and values in a cache, with those that are kept beside a short latent."""
     kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED, {}).values()]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    tensors += [tensor for _, *pair in kept for tensor in pair]
+    tensors += [tensor for _, *pair, _ in kept for tensor in pair]
     # A latent that all layers show is kept once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 

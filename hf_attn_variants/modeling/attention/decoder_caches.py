@@ -12,7 +12,7 @@ from ..upstream import known_imports
 with known_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["KernelStateLayer", "prepare_cache"]
+__all__ = ["KernelStateLayer", "keep_window", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
@@ -127,8 +127,7 @@ def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | N
             "`attention_pattern` (or a softmax in a decoder that has an `attention_kernel` too) needs a dynamic "
             f"cache, as long as what is read; got {type(cache).__name__}."
         )
-    if reach.before < MAX_SIZE:
-        keep_window(cache, module.layer_idx, reach.before)
+    keep_window(module, cache)
 
 
 def _keep_state(cache: Any, layer: int) -> None:
@@ -142,15 +141,17 @@ def _keep_state(cache: Any, layer: int) -> None:
         )
 
 
-def keep_window(cache: Any, layer: int, before: int) -> None:
-    """Have a cache's layer that holds nothing yet keep no more of self-attention than the next token's window.
+def keep_window(module: VariantAttention, cache: Any) -> None:
+    """Let a layer of a cache that is still empty keep only what the next token of a self-attention's window reads.
 
-    It reads the token itself and so many `before` it. Cross-attention's layers stay as they are, which a window in the
-    configuration (`sliding_window`) would cut too.
+    Cross-attention's layers stay as they are, which a window in the configuration (`sliding_window`) would cut too.
     """
+    reach, layer = module.reach, module.layer_idx
+    if module.kernel is not None or reach is None or reach.before >= MAX_SIZE:
+        return
     layers = layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-        layers[layer] = DynamicSlidingWindowLayer(before + 1)
+        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
 
 
 def layers_up_to(cache: Any, layer: int) -> list[Any]:

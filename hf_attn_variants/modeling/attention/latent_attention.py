@@ -120,7 +120,9 @@ def attend_to_latent(
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] where the implementation gives them.
     """
     attend = attention_function(module.implementation)
-    if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
+    # Nothing says of a tensor of the inference mode whether it was written in place.
+    is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
+    if is_kept and is_short(latent):
         key, value = _kept_expanded(module, latent, maps, layer)
     elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
@@ -199,11 +201,12 @@ def _kept_expanded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
-    # Beams that were reordered or repeated have another latent.
-    if expanded is None or expanded[0] is not latent:
+    # Beams that were reordered or repeated have another latent, and one that was written in place another version.
+    if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        expanded = by_layer[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, *sizes))
-    return expanded[1:]
+        made = keys_and_values(latent[:, 0], maps, *sizes)
+        expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
+    return expanded[1:3]
 
 
 def absorbs(

@@ -1,6 +1,5 @@
 """Layers of a cross-attention's cache whose rows are those of sentences, each read by all beams of its sentence."""
 
-import functools
 from typing import Any
 
 import torch
@@ -60,7 +59,6 @@ class SharedRows:
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
-@functools.lru_cache(maxsize=1)  # of a step, whose layers all ask the same
 def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
     sentences = torch.arange(len(beam_idx), device=beam_idx.device) // beams
     return torch.equal(beam_idx // beams, sentences.to(beam_idx.dtype))

@@ -24,11 +24,12 @@ from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, beginning_of_talking_heads, keeps_cache
 from ..ops.padded_rows import settle_padding
 from ..travel import lies_in_a_room
-from ..upstream import changed, check_attributes, refuse_two_caches
+from ..upstream import cache_name, changed, check_attributes, refuse_two_caches
 from ..upstream_checks import check_models, check_paths
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, named_attentions, sites_root
+from .decoder_caches import keep_window
 
 __all__ = [
     "AttnVariantModelMixin",
@@ -119,6 +120,19 @@ class AttnVariantModelMixin(_Model):
         self._is_stateful = has_kernel(self.config, is_causal=True)
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
             self.generation_config.use_cache = False
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        """Make a cache as Transformers does, and give it the layers of windows before a search prepares to go back."""
+        upstreams: Any = super()
+        result = upstreams._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get(cache_name())
+        if cache is not None and not getattr(cache, "is_compileable", False):
+            for site, _, module in self.named_attentions():
+                if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
+                    keep_window(module.get_submodule(site.core), cache)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+        return result
 
     @property
     def stack_name(self) -> str | None:

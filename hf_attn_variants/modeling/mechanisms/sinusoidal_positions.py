@@ -45,19 +45,23 @@ class SinusoidalPositions(Mechanism, nn.Module):
         width: numbers a position.
         spread: what they are multiplied by.
         first: the number that the model calls the first position.
+        like: the table that they replace; the embeddings have its dtype, and follow the model to another one.
     """
+
+    like: torch.Tensor
 
     field = "position_embedding_type"
     name = "sinusoidal"
     paper = ("Attention is all you need: sinusoidal positions", "1706.03762")
 
-    def __init__(self, width: int, spread: float, first: int = 0) -> None:
+    def __init__(self, width: int, spread: float, first: int, like: torch.Tensor) -> None:
         super().__init__()
         self.width, self.spread, self.first = width, spread, first
+        self.register_buffer("like", like.detach().new_empty(0), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
-        return sinusoids(positions - self.first, self.width) * self.spread
+        return (sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
 
 class DistanceBias(Mechanism):
@@ -102,10 +106,12 @@ class EmbeddingsMixin(_Embeddings):
     def install_positions(self, config: Any) -> None:
         """Put sinusoids in the place of the learned positions, where the configuration asks for them."""
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
-            width = self.position_embeddings.embedding_dim
+            table = self.position_embeddings.weight
             check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
             first = self.padding_idx + 1 if config.positions_after_padding else 0
-            self.position_embeddings = SinusoidalPositions(width, config.initializer_range, first)
+            self.position_embeddings = SinusoidalPositions(
+                table.shape[1], config.initializer_range, first, table
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Embed as upstream does; with sinusoids a text may be longer than upstream's buffers of positions."""
