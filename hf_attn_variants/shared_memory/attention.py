@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
-from ..modeling.attention.shared_rows import share_rows
+from ..modeling.attention.shared_rows import rows_of_sentences, share_rows
 from ..modeling.ops.query_folding import is_traced
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.upstream import Arguments, known_imports, refuse_unknown
@@ -61,6 +61,7 @@ class SharesMemory(_Attention):
         if memory is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
         layer = held_layer(cache, self.layer_idx)
+        memory = memory if self.training else rows_of_sentences(memory, self.key_and_value_maps())
         source = None if self.cross_cache == KEYS_AND_VALUES else self._source(states, memory, cache, layer)
         if source is None:
             rows = memory.shape[0] if layer is None else layer.keys.shape[0]
@@ -170,7 +171,7 @@ class SharesMemory(_Attention):
     def _repeated(self, beams: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of upstream's forward with the memory of each sentence repeated for its beams."""
         states, memory, _, mask, *_ = self.arguments.read(args, kwargs)
-        instead = {"memory": memory.repeat_interleave(beams, dim=0) if beams > 1 else memory}
+        instead = {"memory": memory if len(memory) == len(states) else memory.repeat_interleave(beams, dim=0)}
         if not _fits(mask, states):
             instead["mask"] = mask.repeat_interleave(states.shape[0] // mask.shape[0], dim=0)
         return self.arguments.by_name(args, kwargs, **instead)

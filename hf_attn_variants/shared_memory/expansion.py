@@ -1,9 +1,9 @@
-"""What `generate` does before a search: it repeats its inputs for each beam, the encoder's outputs left out."""
+"""The step of `generate` that repeats the inputs for each beam, with a mark on encoder outputs that are repeated."""
 
 from typing import Any
 
 from ..instance_attributes import OfModule
-from ..modeling.attention.encoder_decoder_mixins import expand_all_but_memory
+from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from .attention import IMPLEMENTATIONS, SharesMemory
 from .known_attentions import cross_attentions
 
@@ -30,9 +30,9 @@ class SharedExpansion(OfModule):
     def __call__(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Repeat as upstream does, for each beam or sample, what is no memory."""
+        """Repeat all inputs for each beam or sample, as Transformers does, and mark the encoder outputs."""
         shares = expand_size > 1 and self._can_share()
-        return expand_all_but_memory(self._upstreams(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark(self._upstreams(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
         found = [module for _, module in cross_attentions(self.module)]

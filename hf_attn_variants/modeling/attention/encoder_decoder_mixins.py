@@ -9,14 +9,12 @@ from ..mechanisms.talking_heads import talks
 from ..upstream import Arguments, check_called, check_method, known_imports, upstream_class
 from ..variant_names import EAGER, SDPA
 from .latent_attention import holds_latent
+from .shared_rows import mark_repeated, rows_of_sentences
 
 with known_imports():
     from transformers import GenerationMixin
 
-__all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_all_but_memory"]
-
-# Inputs that keep one row a sentence where beams share the memory.
-ONCE = ("encoder_outputs", "attention_mask")
+__all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_and_mark"]
 
 
 # A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
@@ -44,7 +42,12 @@ class MakesCrossLatent(_Stack):
         makes_latent = getattr(self, "cross_kv_a_proj", None)
         if makes_latent is None or memory is None or holds_latent(cache):
             return super().forward(*args, **kwargs)
-        return super().forward(**self.memory_arguments.by_name(args, kwargs, memory=makes_latent(memory)))
+        rows = rows_of_sentences(memory, (makes_latent,))
+        latent = made = makes_latent(rows)
+        if len(rows) < len(memory):
+            made = latent.repeat_interleave(len(memory) // len(rows), dim=0)
+            mark_repeated(made, latent)
+        return super().forward(**self.memory_arguments.by_name(args, kwargs, memory=made))
 
 
 check_method(GenerationMixin, "_expand_inputs_for_generation", ("expand_size", "is_encoder_decoder", "input_ids"))
@@ -52,29 +55,28 @@ check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
 check_called(GenerationMixin, "_beam_search", "_reorder_cache")
 
 
-def expand_all_but_memory(
+def expand_and_mark(
     expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Repeat the inputs of `generate` for each beam or sample, and leave the encoder's outputs out.
-
-    Upstream repeats these too, and with them the cache that is made from them.
+    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs whose rows are repeated.
 
     Args:
-        expand: upstream's `_expand_inputs_for_generation`, whose arguments follow.
-        shares: whether the model's attention reads one memory for all beams of a sentence; else all is repeated.
+        expand: `_expand_inputs_for_generation` of Transformers, whose arguments follow.
+        shares: whether the model's attention reads one memory for all beams of a sentence.
         expand_size: beams or samples of a sentence.
-        is_encoder_decoder: as upstream says.
+        is_encoder_decoder: as Transformers passes it.
         input_ids: the decoder's.
         kwargs: the model's other inputs.
     """
-    once = {}
-    if shares and is_encoder_decoder and kwargs.get("encoder_outputs") is not None:
-        once = {name: kwargs.pop(name) for name in ONCE if name in kwargs}
-        is_encoder_decoder = False  # else upstream asks for the outputs
+    outputs = kwargs.get("encoder_outputs")
+    if shares and expand_size > 1 and outputs is not None:
+        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # Transformers writes into it
     input_ids, kwargs = expand(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
-    return input_ids, kwargs | once
+    if shares and expand_size > 1 and outputs is not None and len(kwargs["encoder_outputs"][0]) > len(outputs[0]):
+        mark_repeated(kwargs["encoder_outputs"][0], outputs[0])
+    return input_ids, kwargs
 
 
 class BeamsShareMemory(_Generation):
@@ -88,7 +90,7 @@ class BeamsShareMemory(_Generation):
         folds = implementation in (EAGER, SDPA) and not talks(self.config, "cross_")
         upstreams: Any = super()
         expand = upstreams._expand_inputs_for_generation
-        return expand_all_but_memory(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
         # The beams of a sentence share its memory: only what they generated themselves moves with them.

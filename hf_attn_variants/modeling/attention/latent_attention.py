@@ -25,7 +25,7 @@ from ..upstream import known_imports
 from ..upstream_checks import check_caches
 from ..variant_names import EAGER
 from .attention_interface import attention_function
-from .shared_rows import SharedRows, beams_of, note_beams
+from .shared_rows import SharedRows, beams_of, has_hooks, note_beams, rows_of_sentences
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -120,6 +120,9 @@ def attend_to_latent(
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] where the implementation gives them.
     """
     attend = attention_function(module.implementation)
+    beams = len(query) // len(latent) if layer is not None and len(latent) else 1
+    if beams > 1 and any(has_hooks(each) for each in maps):  # which may expect a row for each beam
+        latent, layer = latent.repeat_interleave(beams, dim=0), None
     # Nothing says of a tensor of the inference mode whether it was written in place.
     is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if is_kept and is_short(latent):
@@ -156,9 +159,10 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Te
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
-        return memory[:, None], None
+        return rows_of_sentences(memory)[:, None], None
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
+        memory = rows_of_sentences(memory)
         latent = memory[:, None]
         if cross.is_compileable:
             note_beams(cache, 0, states, memory)

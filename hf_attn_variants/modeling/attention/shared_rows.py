@@ -1,10 +1,12 @@
 """Layers of a cross-attention's cache whose rows are those of sentences, each read by all beams of its sentence."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..ops.query_folding import is_traced
+from ..ops.query_folding import is_exporting, is_traced
 from ..upstream import known_imports
 from ..upstream_checks import check_caches
 
@@ -13,7 +15,22 @@ with known_imports():
 
 check_caches()
 
-__all__ = ["SharedDynamicLayer", "SharedRows", "SharedStaticLayer", "beams_of", "layer_at", "note_beams", "share_rows"]
+__all__ = [
+    "SharedDynamicLayer",
+    "SharedRows",
+    "SharedStaticLayer",
+    "beams_of",
+    "has_hooks",
+    "layer_at",
+    "mark_repeated",
+    "note_beams",
+    "rows_of_sentences",
+    "share_rows",
+]
+
+# The attribute of a tensor whose rows are those of another, each repeated for the beams of its sentence: that tensor,
+# and the version of this one then.
+REPEATED = "_attn_variants_repeated"
 
 
 class SharedRows:
@@ -113,6 +130,39 @@ def layer_at(cross: Any, index: int) -> Any:
     if isinstance(layers[index], SharedDynamicLayer):  # that was reset
         layers[index] = DynamicLayer()
     return layers[index]
+
+
+def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
+    """Note on encoder outputs [b B, m, D] that each row of `states` [b, m, D] is in them B times.
+
+    All code reads one row per beam. Our attentions alone look for the mark, which other tensors made from these do not
+    have.
+    """
+    setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
+
+
+def rows_of_sentences(memory: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
+    """Return a memory [b B, m, D] with one row per sentence if the beams of each have equal rows, else unchanged.
+
+    Args:
+        memory: encoder outputs, or a latent of them.
+        maps: the linear layers that read it. With a hook, one may expect a row for each beam, as an adapter of peft's
+            does that is chosen for each row (`adapter_names`).
+    """
+    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(memory, REPEATED, None)
+    if mark is None or any(has_hooks(each) for each in maps):
+        return memory
+    states, version = mark
+    if version is None:  # a tensor of the inference mode does not count what is written into it
+        is_same = torch.equal(memory, states.repeat_interleave(len(memory) // len(states), dim=0))
+    else:
+        is_same = memory._version == version
+    return states if is_same else memory
+
+
+def has_hooks(linear: nn.Module) -> bool:
+    """Return whether a call of a module runs hooks of torch's."""
+    return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
 def beams_of(states: torch.Tensor, memory: torch.Tensor) -> int:

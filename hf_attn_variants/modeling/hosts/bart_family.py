@@ -6,6 +6,7 @@ from torch import nn
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
+from ..attention.shared_rows import rows_of_sentences
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
@@ -55,6 +56,10 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
         states, memory, cache, mask = self.arguments.read(args, kwargs)
+        if memory is not None and self.heads.rank is None:
+            memory, each = rows_of_sentences(memory, (self.k_proj, self.v_proj)), memory
+            if memory is not each:
+                args, kwargs = (), self.arguments.by_name(args, kwargs, memory=memory)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         if not self.projects_itself:
             return super().forward(*args, **kwargs, **dynamic)

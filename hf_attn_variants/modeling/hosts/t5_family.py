@@ -9,6 +9,7 @@ from ..attention.attention_interface import attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
 from ..attention.latent_attention import attend_to_latent
+from ..attention.shared_rows import rows_of_sentences
 from ..mechanisms.patterns.transient_global import (
     SummingAttention,
     add_summary_parameters,
@@ -141,6 +142,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         Returns:
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
+        if memory is not None and self.heads.rank is None:
+            memory = rows_of_sentences(memory, (self.k, self.v))
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # a number, or a tensor of one

@@ -109,9 +109,7 @@ class EmbeddingsMixin(_Embeddings):
             table = self.position_embeddings.weight
             check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
             first = self.padding_idx + 1 if config.positions_after_padding else 0
-            self.position_embeddings = SinusoidalPositions(
-                table.shape[1], config.initializer_range, first, table
-            )
+            self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Embed as upstream does; with sinusoids a text may be longer than upstream's buffers of positions."""

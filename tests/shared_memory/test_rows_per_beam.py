@@ -1,0 +1,170 @@
+"""Code around a model expects a row for each beam, as in Transformers; rows are shared inside the attentions alone."""
+
+import copy
+
+import pytest
+import torch
+from fixtures.caches import cache_of, with_cache
+from fixtures.upstream_seq2seq import source_batch, tiny_model
+
+import hf_attn_variants
+from hf_attn_variants import share_memory
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+WIDTH = 32
+
+
+def ours(family, **fields):
+    """The same weights in a class of this package; the fields change no output."""
+    upstream = tiny_model(family)
+    config_class = getattr(hf_attn_variants, f"AttnVariant{type(upstream.config).__name__}")
+    model = getattr(hf_attn_variants, f"AttnVariant{type(upstream).__name__}")(
+        config_class.from_upstream(upstream.config, **fields)
+    )
+    model.load_state_dict(upstream.state_dict(), strict="cross_talking_heads" not in fields)
+    model.generation_config = upstream.generation_config
+    return model.eval()
+
+
+MODELS = {
+    "share_memory": lambda family: share_memory(tiny_model(family)),
+    "share_memory of encoder outputs": lambda family: share_memory(tiny_model(family), cross_cache="encoder_outputs"),
+    "ours": ours,
+    "ours with a latent": lambda family: ours(family, cross_kv_lora_rank=WIDTH),
+    "ours with talking heads": lambda family: ours(family, cross_talking_heads="both", talking_heads_init="identity"),
+}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
+
+
+def cross_layers(model, **options):
+    made = model.generate(**source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
+    return cache_of(made).cross_attention_cache.layers
+
+
+def as_subclass(model, **methods):
+    """Give a live model a class of a user's own, derived from its class."""
+    model.__class__ = type(type(model).__name__, (type(model),), methods)
+    return model
+
+
+@each_family
+@each_model
+def test_an_adapter_for_each_row_beside_beams(family, make):
+    peft = pytest.importorskip("peft")
+    names = ["one", "two", "__base__"]
+    batch, tokens = source_batch(family), []
+    for model in (tiny_model(family), make(family)):
+        targets = ["q", "k", "v"] if family != "bart" else ["q_proj", "k_proj", "v_proj"]
+        settings = peft.LoraConfig(r=2, lora_alpha=16, target_modules=targets)
+        adapted = peft.get_peft_model(model, settings, adapter_name="one")
+        adapted.add_adapter("two", settings)
+        draw = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+        tokens.append(adapted.eval().generate(**batch, adapter_names=names, **BEAMS))
+    assert torch.equal(*tokens)
+
+
+@each_family
+@each_model
+@pytest.mark.parametrize("reader", ["forward", "encoder_outputs", "hook", "prepare"])
+def test_a_subclass_or_hook_that_reads_a_row_for_each_beam(family, make, reader):
+    tokens, rows = [], []
+
+    def forward(self, *args, encoder_outputs=None, decoder_input_ids=None, **kwargs):
+        states = encoder_outputs[0]
+        assert len(states) == len(decoder_input_ids)
+        rows.append(len(states))
+        if reader == "forward":  # other memories, a row for each beam
+            encoder_outputs = (states * torch.linspace(0.5, 1, 3).repeat_interleave(len(states) // 3)[:, None, None],)
+        more = {"encoder_outputs": encoder_outputs, "decoder_input_ids": decoder_input_ids}
+        return super(type(self), self).forward(*args, **more, **kwargs)
+
+    def prepare(self, ids, encoder_outputs=None, **kwargs):
+        if ids.shape[1] == 1:  # in place, before the first step
+            encoder_outputs[0][-3:] *= 0.5
+        rows.append(len(encoder_outputs[0]))
+        return super(type(self), self).prepare_inputs_for_generation(ids, encoder_outputs=encoder_outputs, **kwargs)
+
+    for model in (tiny_model(family), make(family)):
+        if reader == "hook":
+            model.get_decoder().register_forward_pre_hook(
+                lambda module, args, kwargs: rows.append(len(kwargs["encoder_hidden_states"])), with_kwargs=True
+            )
+        elif reader == "prepare":
+            as_subclass(model, prepare_inputs_for_generation=prepare)
+        else:
+            as_subclass(model, forward=forward)
+        tokens.append(model.generate(**source_batch(family), **BEAMS))
+    assert torch.equal(*tokens)
+    assert set(rows) == {9}
+
+
+@each_family
+@each_model
+def test_candidates_of_a_batch_are_expanded_behind_its_first_step(family, make):
+    """As contrastive search does: one step, the cache repeated for candidates, another, one of each chosen."""
+    logits = []
+    for model in (tiny_model(family), make(family)):
+        batch = source_batch(family)
+        with torch.no_grad():
+            inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
+            made = model(**inputs, decoder_input_ids=torch.full((3, 1), 3), use_cache=True)
+            cache = cache_of(made)
+            again = inputs | {"encoder_outputs": copy.deepcopy(inputs["encoder_outputs"])}
+            _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **again)
+            assert len(more["encoder_outputs"][0]) == len(more["attention_mask"]) == 6
+            cache.batch_repeat_interleave(2)
+            candidates = made.logits[:, -1].topk(2).indices.view(-1, 1)
+            logits.append(model(**more, decoder_input_ids=candidates, **with_cache(cache)).logits)
+            cache.batch_select_indices(torch.tensor([1, 2, 5]))
+            rows = torch.tensor([[5], [6], [7]])
+            logits.append(model(**inputs, decoder_input_ids=rows, **with_cache(cache)).logits)
+    torch.testing.assert_close(logits[:2], logits[2:], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+def test_beams_share_rows_inside(name, mode):
+    expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
+    model = MODELS[name]("t5")
+    with mode():
+        assert all(len(layer.keys) == 3 for layer in cross_layers(model))
+        assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+def test_outputs_that_were_written_in_place_have_a_row_for_each_beam(name, mode):
+    def changed(model):
+        batch = source_batch("t5")
+        inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
+        _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
+        more["encoder_outputs"][0][1] *= 2
+        return model(**more, decoder_input_ids=torch.full((6, 1), 3), use_cache=True).logits
+
+    with mode():
+        torch.testing.assert_close(changed(MODELS[name]("t5")), changed(tiny_model("t5")), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+def test_an_index_that_is_written_in_place_chooses_other_rows(name):
+    """Beams that stay within their sentences, then, in the same tensor, beams that do not."""
+    ids = torch.randint(3, 20, (6, 2), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for model in (tiny_model("t5"), MODELS[name]("t5")):
+        batch, rows = source_batch("t5"), torch.tensor([1, 0, 3, 2, 5, 4])
+        with torch.no_grad():
+            inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
+            _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
+            cache = cache_of(model(**more, decoder_input_ids=ids, use_cache=True))
+            for order in ([1, 0, 3, 2, 5, 4], [4, 5, 0, 1, 2, 3]):
+                rows.copy_(torch.tensor(order))
+                cache.reorder_cache(rows)
+            chosen = {"encoder_outputs": (more["encoder_outputs"][0][[5, 4, 1, 0, 3, 2]],)}
+            chosen["attention_mask"] = more["attention_mask"][[5, 4, 1, 0, 3, 2]]
+            logits.append(model(**chosen, decoder_input_ids=ids[:, :1], **with_cache(cache)).logits)
+    torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-5)
