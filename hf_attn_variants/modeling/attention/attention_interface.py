@@ -142,7 +142,8 @@ def _options(
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         # The mask, where there is one, says what is causal; a single query is the last token and sees the whole cache.
-        "is_causal": query.shape[2] > 1 and mask is None and asked,
+        # Sizes are tensors while `torch.jit.trace` is at work, and torch's kernels want a bool.
+        "is_causal": bool(mask is None and asked and query.shape[2] > 1),
         "dropout": dropout,
     }
 

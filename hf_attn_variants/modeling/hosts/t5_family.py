@@ -162,7 +162,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
             position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
             if isinstance(self.reach, TransientGlobal):
-                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2])], -1)
+                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
         bias = position_bias
         if bias is not None and not self.is_own:
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.

@@ -86,15 +86,16 @@ def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def summary_table(module: SummingAttention, length: int) -> torch.Tensor:
+def summary_table(module: SummingAttention, length: int, device: torch.device) -> torch.Tensor:
     """Return the summaries' bias [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1) on; of G = 0 without numbers.
 
     Args:
         module: the attention that makes it.
         length: n, of the text.
+        device: of the inputs. Weights that accelerate has offloaded are on another one between calls.
     """
-    count, weight = length // module.reach.block, module.global_relative_attention_bias.weight
-    distance = torch.arange(1 - count, count, device=weight.device) if count else weight.new_empty(0, dtype=torch.long)
+    count = length // module.reach.block
+    distance = torch.arange(1 - count, max(count, 1 - count), device=device)
     sizes = (module.relative_attention_num_buckets, module.relative_attention_max_distance)
     buckets = module._relative_position_bucket(distance, True, *sizes)
     return module.global_relative_attention_bias(buckets).T[None, :, None]
