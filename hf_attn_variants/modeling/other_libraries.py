@@ -9,7 +9,7 @@ TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def register_with_peft(config_class: Any) -> None:
-    """Add a model type to peft's tables of default target modules, if peft is imported; the modules are upstream's."""
+    """Add a model type to peft's tables of default target modules, with the modules of Transformers' own."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:

@@ -43,7 +43,7 @@ def test_summaries_of_offloaded_weights(way, tmp_path):
 def test_a_trace_of_tokens_without_a_mask(head, length):
     architecture = next(each for each in EVERY.values() if head in each.heads)
     is_encoder = architecture in (BERT, *ENCODERS)
-    model = architecture.model(head, "gqa", **({"is_decoder": True} if is_encoder else {}))
+    model = architecture.model(head, **({"is_decoder": True} if is_encoder else {}))
     ids = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(0))
 
     class First(torch.nn.Module):

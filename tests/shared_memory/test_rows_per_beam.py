@@ -1,4 +1,4 @@
-"""Code around a model expects a row for each beam, as in Transformers; rows are shared inside the attentions alone."""
+"""Code around a model gets a row for each beam, as in Transformers; only the attentions share rows."""
 
 import copy
 

@@ -128,8 +128,9 @@ class AttnVariantModelMixin(_Model):
         cache = model_kwargs.get(cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
             for site, _, module in self.named_attentions():
+                attention: Any = module.get_submodule(site.core)
                 if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
-                    keep_window(module.get_submodule(site.core), cache)
+                    keep_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         return result

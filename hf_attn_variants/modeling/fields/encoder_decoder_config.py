@@ -16,7 +16,8 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
     Args:
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
         cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. None = as these say; "none" as
-            `cross_talking_heads` = none, whatever they say.
+            `cross_talking_heads` = none, whatever they say. `cross_num_value_heads` can differ from
+            `cross_num_softmax_heads` only with a weights projection in cross-attention.
         cross_score_function: `score_function` of cross-attention, likewise.
     """
 

@@ -172,7 +172,7 @@ FIELDS = (
     Field(
         "num_value_heads",
         int,
-        "talking heads: heads of the values",
+        "talking heads: heads of the values; needs a weights projection to differ from the softmax heads",
         prefixes=ALL,
         facts=("talking", "by_layer"),
         inherits=True,
