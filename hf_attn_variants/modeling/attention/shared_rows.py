@@ -135,7 +135,8 @@ def layer_at(cross: Any, index: int) -> Any:
 def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     """Note on encoder outputs [b B, m, D] that each row of `states` [b, m, D] is in them B times.
 
-    All code reads one row per beam. Only our attentions look for the mark, which tensors made from this one do not have.
+    All code reads one row per beam. Only our attentions look for the mark, and a tensor made from this
+    one does not have it.
     """
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
