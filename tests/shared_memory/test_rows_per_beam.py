@@ -168,3 +168,21 @@ def test_an_index_that_is_written_in_place_chooses_other_rows(name):
             chosen["attention_mask"] = more["attention_mask"][[5, 4, 1, 0, 3, 2]]
             logits.append(model(**chosen, decoder_input_ids=ids[:, :1], **with_cache(cache)).logits)
     torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-5)
+
+
+def test_a_short_latent_that_is_written_in_place_has_other_keys():
+    """Keys and values that are made once from a short latent follow what is written into it."""
+    model, batch = ours("t5", cross_kv_lora_rank=WIDTH), source_batch("t5")
+    source = {name: value[:1] for name, value in batch.items()}
+    ids, logits = torch.full((1, 1), 3), []
+    with torch.no_grad():
+        for doubles in (True, False):
+            cache = cache_of(model(**source, decoder_input_ids=ids, use_cache=True))
+            model(**source, decoder_input_ids=ids, **with_cache(cache))
+            first = cache.cross_attention_cache.layers[0]
+            if doubles:
+                first.keys.mul_(2)
+            else:
+                first.keys = first.keys * 2
+            logits.append(model(**source, decoder_input_ids=ids, **with_cache(cache)).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
