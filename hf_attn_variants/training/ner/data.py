@@ -52,6 +52,10 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         is_tagged = len(cells) > 1 and (cells[-1] == "O" or cells[-1][:2] in ("B-", "I-"))
         if needs_tags and not is_tagged:
             raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+        if "\r" in line.strip(BLANKS):
+            raise ValueError(
+                f"{path}, line {number}: a carriage return divides {line!r:.60}: end every line with \\n or \\r\\n"
+            )
         untagged = untagged or (0 if is_tagged else number)
         if "\t" not in line:
             first = first or (number, len(cells))

@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import BinaryIO, Protocol
 
 import datasets
 
 from ...open_files import check_ordinary, open_file
 from ...text_files import is_table
+from ...text_lines import ends_by_returns
 
 __all__ = ["DatasetRows", "TextFile", "TextSource", "check_text_files", "hash_files"]
 
@@ -62,8 +63,9 @@ class TextFile:
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
+                by_returns = ends_by_returns(file)
                 file.seek(offset)
-                for line in itertools.chain(_lines(file), [b""]):  # the end of the file ends an article
+                for line in itertools.chain(_lines(file, by_returns), [b""]):  # the end of the file ends an article
                     if b"\0" in line:
                         raise ValueError(f"{self.path} holds a null character: it is no text, or not in UTF-8")
                     if line.strip():
@@ -78,15 +80,21 @@ class TextFile:
         except (OSError, EOFError, zlib.error) as error:
             raise OSError(f"{self.path}: cannot be read beyond byte {begin + size} of its text ({error})") from error
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> BinaryIO:
         return open_file(self.path)
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
     """Yield a file's lines; of a longer one than an article may be parts, cut between words where there are any."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
+        if by_returns:
+            *whole, line = line.splitlines(keepends=True)
+            yield from whole
+            if not line.endswith(b"\n") and len(line) < MAX_ARTICLE_BYTES:
+                rest = line
+                continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
             cut = line.rfind(b" ") + 1 or _last_character(line) or len(line)
             line, rest = line[:cut], line[cut:]
