@@ -27,6 +27,7 @@ from ..engine.recorded_columns import with_recorded_columns
 from ..engine.tokenizers import check_max_length, warn_of_cuts
 from .metrics import score_texts, text_metric
 from .settings import COLUMNS, SPLITS, Seq2SeqSettings
+from .text_tokenizers import choose_tokenizer, log_tokenizer
 
 __all__ = [
     "Seq2SeqData",
@@ -115,7 +116,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     results: dict[str, Any] = dict(zip(COLUMNS, _columns(settings), strict=True)) if reads_columns else {}
     if settings.source_prefix:
         results["source_prefix"] = settings.source_prefix
-    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code)
+    tokenize = settings.tokenize
+    if "bleu" in metrics:
+        known = (row for split in reversed(splits.values()) for row in split.references or ())
+        tokenize = tokenize or choose_tokenizer((text for row in known for text in row), settings.target_lang)
+        log_tokenizer(tokenize, settings.tokenize is not None)
+        results["bleu_tokenizer"] = tokenize
+    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
