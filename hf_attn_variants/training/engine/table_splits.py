@@ -100,7 +100,7 @@ def _file_records(paths: Sequence[str]) -> Iterator[Record]:
 
 def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
     files = folder_files(settings)
-    found = load_splits(settings) if files is None else files
+    found: Any = load_splits(settings) if files is None else files
     sources = {}
     for name in _wanted(settings):
         given = getattr(settings, f"{name}_split_name")

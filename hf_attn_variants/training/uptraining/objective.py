@@ -220,8 +220,10 @@ class UptrainingEvaluator(Scores):
         self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
         self.tokenizer, self.references, self.settings = tokenizer, references, settings
         self.bleu_tokenizer: str | None = None
+        self.metric_options: dict[str, str] = {}
         if references is not None:
             self.bleu_tokenizer = settings.tokenize or choose_tokenizer(references, settings.target_lang)
+            self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
             log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
 
     @torch.no_grad()
