@@ -58,8 +58,8 @@ def whole_lines(path: Path) -> Iterator[str]:
     """Yield a file's lines with their ends.
 
     Lines end in a line feed. A carriage return inside such a line is text, because crawled text has some and its
-    translation has none; the log names the first one. Lines end in carriage returns if `ends_by_returns` is true of the file.
-    No other character ends a line.
+    translation has none; the log names the first one. Lines end in carriage returns if `ends_by_returns` is true of
+    the file. No other character ends a line.
 
     Raises:
         OSError: if the file cannot be read.
