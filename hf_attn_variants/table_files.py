@@ -1,7 +1,6 @@
 """The rows of tables of text: CSV, TSV, JSON and JSONL, plain or .gz; each row whole, or an error that names it."""
 
 import csv
-import io
 import itertools
 import json
 import logging
@@ -76,7 +75,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
     csv.field_size_limit(MAX_FIELD)
-    lines = _table_lines(path)
+    lines = whole_lines(path)
     begin = _up_to_text(lines)
     separator = "\t" if tabs else _separator(path, begin)
     form: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
@@ -136,14 +135,6 @@ def _separator(path: Path, begin: list[str]) -> str:
         return ","
     logger.info("%s, line %d, the header: no comma is in it: %r divides the columns", path, len(begin), found)
     return found
-
-
-def _table_lines(path: Path) -> Iterator[str]:
-    lines = whole_lines(path)
-    begin = list(itertools.islice(lines, 2))
-    if len(begin) == 1 and not begin[0].endswith("\n"):
-        begin = list(io.StringIO(begin[0], newline=""))  # an old Mac's file, whose lines end by \r
-    yield from itertools.chain(begin, lines)
 
 
 def _objects(path: Path) -> Iterator[Record]:

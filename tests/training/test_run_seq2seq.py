@@ -123,7 +123,7 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
-    with pytest.raises(ValueError, match=r"row 1: no text in column 'source'; its columns are pair.a, pair.b"):
+    with pytest.raises(ValueError, match=r"row 1: there is no column 'source'; its columns are pair.a, pair.b"):
         load_seq2seq_data(args)
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,17 @@ WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # As much of Europe writes 2.5; or labels 2 and 5.
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
+# A number as people write it for people: "$1.50", "1,234.50", "1 234,5", "(12)", "50 %", "5 EUR".
+AMOUNT = re.compile(
+    r"\(?[-+]?(\d{1,3}([,' ]\d{2,3})+([.,]\d+)?|\d{1,3}(\.\d{3})+(,\d+)?|\d+([.,]\d+)?|[.,]\d+)([eE][-+]?\d+)?\)?"
+)
+UNITS = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
+NUMBER_ADVICE = (
+    "write numbers with digits and a point, such as 1234.5, for a regression (--problem_type regression), or give "
+    "--problem_type single_label_classification if they are names of classes"
+)
+# From so many rows on, labels of which nearly every row has its own are not taken for classes.
+ROWS_TO_COUNT, MOST_OWN_LABELS = 10, 0.9
 # More different labels are classes only where somebody says so: they may be texts, ids or a scale.
 MOST_CLASSES = 200
 SHOWN = 8
@@ -108,17 +119,7 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
     numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
-    if words and numbers:
-        word, number = firsts[words[0]], firsts[numbers[0]]
-        raise ValueError(
-            f"{where(word)}: the label {words[0]!r} is a word, and that of {where(number)} is the number "
-            f"{numbers[0]!r}: mend one, or give --problem_type {SINGLE_LABEL} if both are names of classes"
-        )
-    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
-        raise ValueError(
-            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a "
-            f"point, or give --label_separator ',' (several a row) or --problem_type {SINGLE_LABEL} (names of classes)"
-        )
+    _check_writing(words, numbers, firsts, where)
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
         raise ValueError(
@@ -133,13 +134,54 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
             f"written as in 'a;b', with --label_separator ';', or as a list in JSON (or give --problem_type "
             f"{SINGLE_LABEL})"
         )
-    if len(firsts) > MOST_CLASSES:
-        listed = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
+    if len(firsts) > MOST_CLASSES or has_own_labels(cells, firsts):
+        shown = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
         raise ValueError(
-            f"{where(0)}: there are {len(firsts)} different labels, such as {listed}: say by --problem_type whether "
-            f"they are classes ({SINGLE_LABEL}) or, if they are numbers, a scale ({REGRESSION})"
+            f"{where(0)}: there are {len(firsts)} different labels in {len(cells)} rows, such as {shown}: "
+            f"{NUMBER_ADVICE}"
         )
     return SINGLE_LABEL
+
+
+def _check_writing(words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], where: Where) -> None:
+    """Raise ValueError if some labels are words and some numbers, or words are numbers in another writing."""
+    amounts = [text for text in words if is_amount(text) and not COMMA_NUMBER.fullmatch(text)]
+    commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
+    if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
+        raise ValueError(
+            f"{where(firsts[amounts[0]])}: the label {amounts[0]!r:.80} is a number that is written for readers: "
+            f"{NUMBER_ADVICE}"
+        )
+    if words and numbers:
+        word, number = firsts[words[0]], firsts[numbers[0]]
+        raise ValueError(
+            f"{where(word)}: the label {words[0]!r} is a word, and that of {where(number)} is the number "
+            f"{numbers[0]!r}: mend one, or give --problem_type {SINGLE_LABEL} if both are names of classes"
+        )
+    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
+        raise ValueError(
+            f"{where(firsts[words[0]])}: the label {words[0]!r:.80} is written with a comma: write numbers with a "
+            f"point, or give --label_separator ',' (several a row) or --problem_type {SINGLE_LABEL} (names of classes)"
+        )
+
+
+def is_amount(text: str) -> bool:
+    """Return whether a label is a number with a currency, a unit, separators of thousands or a decimal comma."""
+    shown = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
+    plain = "".join(each for each in shown if unicodedata.category(each) != "Sc")
+    return AMOUNT.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS.sub("", plain).strip())) is not None
+
+
+def has_own_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
+    """Return whether nearly every row has a label that no other row has, so that they are ids, texts or a scale.
+
+    Of a few rows, only numbers that are not those of classes, 0 to n - 1 or 1 to n, tell this.
+    """
+    if len(cells) >= ROWS_TO_COUNT:
+        return len(labels) > MOST_OWN_LABELS * len(cells)
+    if len(labels) < max(3, len(cells)) or not all(WHOLE.fullmatch(text) for text in labels):
+        return False
+    return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
 
 def check_names(cells: Sequence[Cell], where: Where) -> None:

@@ -12,7 +12,7 @@ from ... import text_files
 from ...table_files import read_records, row_place
 from ...text_files import column_value
 from ...text_lines import is_unicode
-from .hub_datasets import load_splits
+from .hub_datasets import folder_files, load_splits
 from .table_settings import TableSettings
 
 __all__ = [
@@ -99,12 +99,15 @@ def _file_records(paths: Sequence[str]) -> Iterator[Record]:
 
 
 def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
-    found = load_splits(settings)
+    files = folder_files(settings)
+    found: Any = load_splits(settings) if files is None else files
     sources = {}
     for name in _wanted(settings):
         given = getattr(settings, f"{name}_split_name")
         split = given or name
-        if split in found and len(found[split]):
+        if files is not None and split in files:
+            sources[name] = Source(_file_records(files[split]))
+        elif files is None and split in found and len(found[split]):
             file = f"{settings.dataset_name} ({split})"
             records = (Record(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
             sources[name] = Source(records, found[split].features)

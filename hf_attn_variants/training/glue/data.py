@@ -1,5 +1,6 @@
 """Reads GLUE from a folder of TSVs or from the Hub."""
 
+import io
 import logging
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from datasets import Dataset, load_dataset
 
 from ...glue_tasks import TASKS, GlueTask, parse_label
 from ...open_files import read_file
-from ...text_lines import is_blank
+from ...text_lines import ends_by_returns, is_blank
 from ..classification.splits import ClassificationSplit, make_rows
 
 __all__ = ["load_ax", "load_glue", "read_tsv"]
@@ -30,7 +31,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     path = Path(path)
     if not path.is_file():
         raise OSError(f"{path}: no such file")
-    lines = read_file(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    lines = content.splitlines() if ends_by_returns(io.BytesIO(content)) else content.split(b"\n")
     # str.splitlines would also split at U+0085 and U+2028, which occur inside sentences.
     rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
     if not rows:

@@ -1,13 +1,15 @@
 """Tagged sentences, from files in CoNLL's format or a `datasets` source with "tokens" and "ner_tags"."""
 
 import logging
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
 
+from ...table_files import read_records
 from ...text_files import read_lines
 from ...text_lines import BLANKS, is_blank
+from ..engine.hub_datasets import folder_files
 from .settings import NerSettings
 
 __all__ = ["Sentence", "load_sentences", "read_conll"]
@@ -49,9 +51,13 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
             continue
         if not cells[0]:
             raise ValueError(f"{path}, line {number}: {line!r} begins with a tab: there is no word before it")
-        is_tagged = len(cells) > 1 and (cells[-1] == "O" or cells[-1][:2] in ("B-", "I-"))
+        is_tagged = len(cells) > 1 and _is_tag(cells[-1])
         if needs_tags and not is_tagged:
             raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+        if "\r" in line.strip(BLANKS):
+            raise ValueError(
+                f"{path}, line {number}: a carriage return divides {line!r:.60}: end every line with \\n or \\r\\n"
+            )
         untagged = untagged or (0 if is_tagged else number)
         if "\t" not in line:
             first = first or (number, len(cells))
@@ -80,6 +86,10 @@ def _known(sentences: list[Sentence], place: str, reason: str | None) -> list[Se
     return [(words, []) for words, _ in sentences]
 
 
+def _is_tag(tag: str) -> bool:
+    return tag == "O" or tag[:2] in ("B-", "I-")
+
+
 def _columns(line: str) -> list[str]:
     if is_blank(line):
         return []
@@ -106,31 +116,54 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
     if settings.dataset_name is None:
         files = {split: getattr(settings, f"{split}_file") for split in splits}
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
+    name, names = settings.dataset_name, None
     try:
-        found = load_dataset(settings.dataset_name, settings.dataset_config_name)
-        names = getattr(found["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
+        found: Any = _folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
+        if hasattr(found["validation"], "features"):
+            names = getattr(found["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
         wanted = {split: found[split] for split in splits if split != "test" or split in found}
-        name = settings.dataset_name
-        return {split: _sentences(rows, names, f"{name} ({split})", split != "test") for split, rows in wanted.items()}
+        loaded = {
+            split: [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
+            for split, rows in wanted.items()
+        }
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
-            f"cannot load --dataset_name {settings.dataset_name} with splits train and validation and columns tokens "
+            f"cannot load --dataset_name {name} with splits train and validation and columns tokens "
             f"and ner_tags ({type(error).__name__}: {error}); give files instead"
         ) from error
+    return {split: _sentences(rows, names, f"{name} ({split})", split != "test") for split, rows in loaded.items()}
 
 
-def _sentences(rows: Iterable[dict], names: list[str] | None, place: str, needs_tags: bool) -> list[Sentence]:
-    found = [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
+def _folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
+    files = folder_files(settings)
+    if files is None:
+        return None
+    return {
+        split: [record.values for path in paths for record in read_records(Path(path))]
+        for split, paths in files.items()
+    }
+
+
+def _sentences(
+    found: list[tuple[list[str], list[Any]]], names: list[str] | None, place: str, needs_tags: bool
+) -> list[Sentence]:
     if not found:
-        raise ValueError("a split without a word")
+        raise ValueError(f"{place} has no sentence: a split without a word")
     reason = _unreadable(found, names)
+    if reason is None and names:
+        found = [(words, [names[tag] for tag in tags]) for words, tags in found]
+    reason = reason or _unknown_tag(found)
     if reason is not None and needs_tags:
-        raise ValueError(reason)
+        raise ValueError(f"{place}: {reason}")
     if reason is not None:
         found = [(words, []) for words, _ in found]
-    elif names:
-        found = [(words, [names[tag] for tag in tags]) for words, tags in found]
     return found if needs_tags else _known(found, place, reason)
+
+
+def _unknown_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
+    tagged = ((word, tag) for words, tags in sentences for word, tag in zip(words, tags, strict=True))
+    wrong = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
+    return None if wrong is None else f"the tag {wrong[1]!r} of {wrong[0]!r} is not O, B-... or I-..."
 
 
 def _unreadable(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:

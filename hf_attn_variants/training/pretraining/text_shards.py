@@ -8,14 +8,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import datasets
 
 from ...open_files import check_ordinary, open_file
+from ...table_files import read_records
 from ...text_files import is_table
+from ...text_lines import ends_by_returns, is_blank, lines_of
 
-__all__ = ["DatasetRows", "TextFile", "TextSource", "check_text_files", "hash_files"]
+__all__ = ["DatasetRows", "FolderFile", "TextFile", "TextSource", "check_text_files", "hash_files"]
 
 logger = logging.getLogger(__name__)
 # Longer articles are cut at the next line end, and longer lines between words, so that a file without empty lines, or
@@ -62,8 +64,9 @@ class TextFile:
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
+                by_returns = ends_by_returns(file)
                 file.seek(offset)
-                for line in itertools.chain(_lines(file), [b""]):  # the end of the file ends an article
+                for line in itertools.chain(_lines(file, by_returns), [b""]):  # the end of the file ends an article
                     if b"\0" in line:
                         raise ValueError(f"{self.path} holds a null character: it is no text, or not in UTF-8")
                     if line.strip():
@@ -78,15 +81,21 @@ class TextFile:
         except (OSError, EOFError, zlib.error) as error:
             raise OSError(f"{self.path}: cannot be read beyond byte {begin + size} of its text ({error})") from error
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> BinaryIO:
         return open_file(self.path)
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
     """Yield a file's lines; of a longer one than an article may be parts, cut between words where there are any."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
+        if by_returns:
+            *whole, line = line.splitlines(keepends=True)
+            yield from whole
+            if not line.endswith(b"\n") and len(line) < MAX_ARTICLE_BYTES:
+                rest = line
+                continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
             cut = line.rfind(b" ") + 1 or _last_character(line) or len(line)
             line, rest = line[:cut], line[cut:]
@@ -138,10 +147,42 @@ class DatasetRows:
             elif self.column in row and text is None:
                 _warn_of_nothing(self.name, self.column, number)
             else:
-                raise ValueError(
-                    f"{self.name}, row {number}: no text in the column {self.column!r}; the columns are "
-                    f"{', '.join(row)}: give another --text_column"
-                )
+                raise _no_text(self.name, number, self.column, row)
+
+
+@dataclass(frozen=True)
+class FolderFile:
+    """A table, or a .txt file with an article per line, of a local folder; offsets are row numbers."""
+
+    name: str
+    path: Path
+    column: str = "text"
+    keeps_whitespace: bool = False
+
+    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield each row's text from `offset` on, with the row's number; rows without a text are left out.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if a row does not fit the header or has no text in the column; the message names the row.
+        """
+        if is_table(self.path):
+            rows = (record.values for record in read_records(self.path))
+        else:
+            rows = ({"text": line} for line in lines_of(self.path))
+        for number, row in itertools.islice(enumerate(rows), offset, None):
+            text = row.get(self.column)
+            if not isinstance(text, str):
+                raise _no_text(self.name, number, self.column, row)
+            if not is_blank(text):
+                yield number, text
+
+
+def _no_text(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"{name}, row {number}: no text in the column {column!r}; the columns are {', '.join(row)}: give another "
+        "--text_column"
+    )
 
 
 _warned: set[tuple[str, str]] = set()

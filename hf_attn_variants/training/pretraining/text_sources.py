@@ -11,8 +11,9 @@ from typing import Any
 import datasets
 from datasets import IterableDatasetDict
 
+from ..engine.hub_datasets import folder_files
 from .settings import PretrainingSettings, TextSettings, check_evaluated
-from .text_shards import DatasetRows, TextFile, TextSource, check_text_files, hash_files
+from .text_shards import DatasetRows, FolderFile, TextFile, TextSource, check_text_files, hash_files
 
 __all__ = ["PretrainingText", "open_text", "open_text_sources"]
 
@@ -54,10 +55,14 @@ def open_text(settings: TextSettings) -> PretrainingText:
         train = given = check_text_files(settings.train_file or [], keeps)
         train_hash = hash_files(given)
     else:
-        split_files, splits = _open_dataset(settings)
-        if "train" not in splits:
-            raise ValueError(f"--dataset_name {settings.dataset_name} has no split 'train', only {', '.join(splits)}")
-        if not dev and "validation" in splits:
+        # `datasets` reads JSON as it is written, and streams it; CSV by the guesses of pandas.
+        local = folder_files(settings, (".csv", ".tsv", ".txt"))
+        split_files: Mapping[str, Sequence[str]]
+        split_files, splits = (local, None) if local is not None else _open_dataset(settings)
+        there: Mapping[str, Any] = split_files if splits is None else splits
+        if "train" not in there:
+            raise ValueError(f"--dataset_name {settings.dataset_name} has no split 'train', only {', '.join(there)}")
+        if not dev and "validation" in there:
             dev = _dataset_shards(settings, splits, split_files, "validation")
             dev_hash = _hash_dataset(split_files.get("validation", ()))
         train = _dataset_shards(settings, splits, split_files, "train")
@@ -105,17 +110,23 @@ def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Excepti
 
 
 def _dataset_shards(
-    settings: TextSettings, splits: IterableDatasetDict, files: Mapping[str, Sequence[str]], split: str
+    settings: TextSettings, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
-    rows, names = splits[split], [Path(file).name for file in files.get(split, ())]
-    if len(names) != rows.num_shards:
-        names = [f"shard {i}" for i in range(rows.num_shards)]
-    shards = [
-        DatasetRows(
-            f"{settings.dataset_name} ({split}), {names[i]}", rows, settings.text_column, i, settings.keep_whitespace
-        )
-        for i in range(rows.num_shards)
-    ]
+    shards: Sequence[TextSource]
+    names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
+    if splits is None:
+        shards = [
+            FolderFile(f"{settings.dataset_name} ({split}), {name}", Path(file), *options, settings.keep_whitespace)
+            for name, file in zip(names, files[split], strict=True)
+        ]
+    else:
+        rows = splits[split]
+        if len(names) != rows.num_shards:
+            names = [f"shard {i}" for i in range(rows.num_shards)]
+        shards = [
+            DatasetRows(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
+            for i, name in enumerate(names)
+        ]
     # A wrong column is an error now.
     if all(next(shard.articles(), None) is None for shard in shards):
         raise ValueError(f"{settings.dataset_name} ({split}) holds no row")

@@ -22,11 +22,12 @@ from ...text_files import (
     read_placed_pairs,
 )
 from ...text_lines import is_blank
-from ..engine.hub_datasets import load_splits
+from ..engine.hub_datasets import folder_files, load_splits
 from ..engine.recorded_columns import with_recorded_columns
 from ..engine.tokenizers import check_max_length, warn_of_cuts
 from .metrics import score_texts, text_metric
 from .settings import COLUMNS, SPLITS, Seq2SeqSettings
+from .text_tokenizers import choose_tokenizer, log_tokenizer
 
 __all__ = [
     "Seq2SeqData",
@@ -115,7 +116,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     results: dict[str, Any] = dict(zip(COLUMNS, _columns(settings), strict=True)) if reads_columns else {}
     if settings.source_prefix:
         results["source_prefix"] = settings.source_prefix
-    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code)
+    tokenize = settings.tokenize
+    if "bleu" in metrics:
+        known = (row for split in reversed(splits.values()) for row in split.references or ())
+        tokenize = tokenize or choose_tokenizer((text for row in known for text in row), settings.target_lang)
+        log_tokenizer(tokenize, settings.tokenize is not None)
+        results["bleu_tokenizer"] = tokenize
+    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
@@ -155,9 +162,12 @@ def _first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
     """Return a row that is read; None where no column is."""
     if settings.task_name is not None:
         return None
-    if settings.dataset_name is not None:
+    files = folder_files(settings)
+    if settings.dataset_name is not None and files is None:
         return next((split[0] for split in load_splits(settings).values() if len(split)), None)
     tables = settings.validation_file or settings.test_file
+    if files is not None:
+        tables = files.get("validation") or files.get("test")
     record = next(read_records(Path(tables[0])), None) if tables else None
     return None if record is None else record.values
 
@@ -171,6 +181,10 @@ def _columns(settings: Seq2SeqSettings) -> tuple[str, str]:
 def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
     source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
     table = getattr(settings, f"{prefix or 'train_'}file")
+    if (files := folder_files(settings)) is not None:
+        table = files.get({"dev": "validation"}.get(name, name))
+        if table is None:
+            return None
     columns: tuple[str, ...] = _columns(settings)
     if source is not None and target is not None:
         return read_placed_pairs(source, target)

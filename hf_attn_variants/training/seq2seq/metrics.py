@@ -3,17 +3,19 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import zip_longest
 from numbers import Real
 from pathlib import Path
 
 from .settings import check_text_metrics
+from .text_tokenizers import UnicodeTokenizer, choose_tokenizer, is_ascii_writing
 
 __all__ = ["TEXT_METRICS", "TextMetric", "score_texts", "text_metric"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+# Also the ends of Hindi, Arabic, Urdu, Chinese and Japanese sentences; behind the last two there is no space.
+SENTENCE_END = re.compile("(?<=[.!?\u0964\u061f\u06d4])\\s+|(?<=[\u3002\uff01\uff1f])\\s*")
 
 # What a metric of others' is tried on.
 TRIAL = ("A dog runs.", "Two cats sleep in the sun.")
@@ -27,15 +29,23 @@ class TextMetric:
     """A metric over texts: the names of its values, and the function from predictions and references to them."""
 
     names: tuple[str, ...]
-    score: Callable[[Sequence[str], References], dict[str, float]]
+    score: Callable[..., dict[str, float]]
 
 
-def _sacrebleu(name: str, predictions: Sequence[str], references: References) -> dict[str, float]:
+def _bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
+    import sacrebleu
+
+    tokenize = tokenize or choose_tokenizer(text for row in references for text in row)
+    streams = list(zip_longest(*references))
+    return {"bleu": sacrebleu.corpus_bleu(list(predictions), streams, tokenize=tokenize).score}
+
+
+def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
     import sacrebleu
 
     # It wants the first reference of every row, then the second, ...; None where a row has fewer.
     streams = list(zip_longest(*references))
-    return {name: getattr(sacrebleu, f"corpus_{name}")(list(predictions), streams).score}
+    return {"chrf": sacrebleu.corpus_chrf(list(predictions), streams).score}
 
 
 def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
@@ -44,7 +54,8 @@ def _rouge(predictions: Sequence[str], references: References) -> dict[str, floa
     def lines(text: str) -> str:  # a line is a sentence to rougeLsum, and T5's tokenizer generates none
         return SENTENCE_END.sub("\n", text)
 
-    scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+    own = None if is_ascii_writing(text for row in references for text in row) else UnicodeTokenizer()
+    scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=own)
     scores = [
         scorer.score_multi([lines(reference) for reference in row], lines(text))
         for text, row in zip(predictions, references, strict=True)
@@ -60,11 +71,12 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
     return {"accuracy": sum(right) / len(right)}
 
 
-# sacrebleu with its default settings (0 to 100); ROUGE F-measures with Porter stemming (0 to 100); accuracy: the share
-# of texts that are a reference, spaces around them aside.
+# BLEU with the tokenizer for the references' script, chrF with sacrebleu's defaults (0 to 100); ROUGE F-measures (0 to
+# 100), with Porter stemming where the letters are a to z; accuracy: the share of texts that are a reference, spaces
+# around them aside.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), partial(_sacrebleu, "bleu")),
-    "chrf": TextMetric(("chrf",), partial(_sacrebleu, "chrf")),
+    "bleu": TextMetric(("bleu",), _bleu),
+    "chrf": TextMetric(("chrf",), _chrf),
     "rouge": TextMetric(ROUGE_TYPES, _rouge),
     "accuracy": TextMetric(("accuracy",), _accuracy),
 }
@@ -108,7 +120,11 @@ def _loaded(name: str) -> TextMetric:
 
 
 def score_texts(
-    names: Sequence[str], predictions: Sequence[str], references: References, trust_remote_code: bool = False
+    names: Sequence[str],
+    predictions: Sequence[str],
+    references: References,
+    trust_remote_code: bool = False,
+    tokenize: str | None = None,
 ) -> dict[str, float]:
     """Compute metrics by name, of one text a row and the texts that are right for it.
 
@@ -119,6 +135,7 @@ def score_texts(
         predictions: a text a row.
         references: a row's right texts, one or more.
         trust_remote_code: whether code of the Hub may be run.
+        tokenize: sacrebleu's tokenizer for BLEU; None: the one for the references' script.
 
     Raises:
         ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.
@@ -130,5 +147,6 @@ def score_texts(
         )
     values: dict[str, float] = {}
     for name in names:
-        values |= text_metric(name).score(predictions, references)
+        options = {"tokenize": tokenize} if name == "bleu" else {}
+        values |= text_metric(name).score(predictions, references, **options)
     return values

@@ -18,6 +18,7 @@ __all__ = [
     "SPLITS",
     "SQUAD",
     "TEXT_TASKS",
+    "BleuSettings",
     "DecodingSettings",
     "Seq2SeqSettings",
     "check_text_metrics",
@@ -35,6 +36,7 @@ METRIC_PACKAGES: dict[str, str | None] = {
 # Of `evaluate`: a script's path however it is written, and a repository of the Hub.
 LOCAL_METRIC = re.compile(r"[./~]|.*\.py$")
 HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
+BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 SPLITS = ("train", "validation", "test")
 # What the flags of a split's parallel text begin with.
 PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
@@ -79,7 +81,21 @@ def _table(split: str, resume: str | None = None) -> tuple[str, ...] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingSettings(Settings):
+class BleuSettings(Settings):
+    """How BLEU divides texts into words."""
+
+    title: ClassVar[str] = "decoding"
+
+    tokenize: str | None = option(
+        "sacrebleu's tokenizer for BLEU (default: zh for Chinese, ja-mecab or char for Japanese, char for Thai, "
+        "else 13a).",
+        None,
+        choices=BLEU_TOKENIZERS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings(BleuSettings):
     """How texts are generated and scored."""
 
     title: ClassVar[str] = "decoding"

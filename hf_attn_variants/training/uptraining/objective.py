@@ -18,6 +18,7 @@ from ..engine.evaluation import Scores
 from ..engine.losses import Term, token_cross_entropy
 from ..engine.tracking import progress_bar
 from ..seq2seq.metrics import score_texts
+from ..seq2seq.text_tokenizers import choose_tokenizer, log_tokenizer
 from .distillation import (
     DECODER,
     ENCODER,
@@ -218,6 +219,12 @@ class UptrainingEvaluator(Scores):
         super().__init__(self._scores)
         self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
         self.tokenizer, self.references, self.settings = tokenizer, references, settings
+        self.bleu_tokenizer: str | None = None
+        self.metric_options: dict[str, str] = {}
+        if references is not None:
+            self.bleu_tokenizer = settings.tokenize or choose_tokenizer(references, settings.target_lang)
+            self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
+            log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
 
     @torch.no_grad()
     def _scores(self) -> dict[str, float]:
@@ -243,7 +250,8 @@ class UptrainingEvaluator(Scores):
             value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
         if self.references is not None:
-            metrics |= score_texts(["bleu"], generated, [(reference,) for reference in self.references])
+            right = [(reference,) for reference in self.references]
+            metrics |= score_texts(["bleu"], generated, right, tokenize=self.bleu_tokenizer)
         return metrics
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:

@@ -14,12 +14,12 @@ from ..engine.options import (
     AT_LEAST_1,
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
-    Settings,
     option,
     redefault,
 )
 from ..engine.settings import SCHEDULES, FineTuningSettings, LanguageSettings
 from ..pretraining.settings import NoiseSettings, TextSettings
+from ..seq2seq.settings import BleuSettings
 
 __all__ = ["OBJECTIVES", "SPAN_CORRUPTION", "TRAINABLE", "UptrainingSettings", "UptrainingTextSettings"]
 
@@ -43,13 +43,13 @@ STREAM_FLAGS = (
 )
 ROW_FLAGS = (
     *("source_file", "validation_source_file", "target_file", "validation_target_file", "source_column"),
-    *("target_column", "source_prefix", "max_target_length", "mlm_probability", "predict_with_generate"),
+    *("target_column", "source_prefix", "max_target_length", "mlm_probability", "predict_with_generate", "tokenize"),
     *("max_train_samples", "group_by_length", "pad_to_multiple_of", "source_lang", "target_lang", "forced_bos_token"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class UptrainingTextSettings(Settings):
+class UptrainingTextSettings(BleuSettings):
     """Which texts, and what is made of them."""
 
     title: ClassVar[str] = "text"

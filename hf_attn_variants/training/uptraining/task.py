@@ -343,7 +343,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        return {**initial, "eval_samples": len(self.data.held_out)}
+        return {**initial, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings

@@ -1,0 +1,75 @@
+"""Lines end in the same places for every reader, whatever program wrote the file."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from hf_attn_variants.glue_tasks import get_task
+from hf_attn_variants.table_files import read_records
+from hf_attn_variants.text_files import read_lines, read_pairs
+from hf_attn_variants.training.glue.data import read_tsv
+from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.pretraining import text_shards
+from hf_attn_variants.training.pretraining.text_shards import TextFile
+
+ENDS = ("\n", "\r\n", "\r", "\r\r\n")
+CONLL = ["\ufeffEU B-ORG", "rejects O", "", "Peter B-PER", "Blackburn I-PER"]
+SENTENCES = [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter", "Blackburn"], ["B-PER", "I-PER"])]
+
+
+def write(path: Path, lines: list[str], end: str) -> str:
+    content = (end.join(lines) + end).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_readers_of_lines(tmp_path, end, suffix):
+    assert read_conll(write(tmp_path / f"a.txt{suffix}", CONLL, end)) == SENTENCES
+    # A form feed and the separators of Unicode are text.
+    texts = ["one\u2028half", "two\x85b", "a\x0cb"]
+    source = write(tmp_path / f"b.txt{suffix}", texts, end)
+    assert read_lines([source]) == texts
+    assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n"))[2] == ("a\x0cb", "z")
+    rows = ['{"text": "x"}', '{"text": "y"}']
+    found = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
+    assert found == ["x", "y"]
+
+
+@pytest.mark.parametrize("end", ENDS[:3])
+def test_tables(tmp_path, end):
+    for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
+        path = Path(write(tmp_path / name, [separator.join(row) for row in ("ab", "cd", "ef")], end))
+        assert [tuple(record.values.values()) for record in read_records(path)] == [("c", "d"), ("e", "f")]
+    task = get_task("sst2")
+    path = Path(write(tmp_path / "dev.tsv", ["sentence\tlabel", "good\t1", "bad\t0"], end))
+    assert read_tsv(path, task)["text1"] == ["good", "bad"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("most", [2**18, 16])
+def test_articles_and_their_offsets(tmp_path, monkeypatch, end, most):
+    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", most)
+    file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
+    found = list(file.articles())
+    words = [text.split() for _, text in found]
+    assert [word for text in words for word in text] == "one two three four five six seven é".split()
+    if most > 16:
+        assert words == [["one", "two", "three"], ["four", "five", "six", "seven"], ["é"]]
+    for i, (begin, _) in enumerate(found):
+        assert list(file.articles(begin)) == found[i:]
+
+
+def test_mixed_ends(tmp_path, caplog):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a B-X\rb O\n\nc O\n")
+    with pytest.raises(ValueError, match="line 1: a carriage return divides"):
+        read_conll(str(path))
+    path.write_bytes(b"one\rhalf\ntwo\n")
+    assert read_lines([path]) == ["one\rhalf", "two"]
+    assert "line 1: the line contains a carriage return" in caplog.text
+    # The last program that wrote into the file does not decide.
+    path.write_bytes(b"a B-X\rb O\r\rc O\r\n")
+    assert read_conll(str(path)) == [(["a", "b"], ["B-X", "O"]), (["c"], ["O"])]

@@ -1,0 +1,88 @@
+"""A local folder given as `--dataset_name` gives the rows that the same files give as `--train_file`."""
+
+import json
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from transformers import BertConfig
+
+from hf_attn_variants.commands import multiple_choice, ner, seq2seq
+from hf_attn_variants.commands.classify import parse_args
+from hf_attn_variants.training.classification.data import load_classification_data
+from hf_attn_variants.training.multiple_choice.data import load_choice_data
+from hf_attn_variants.training.ner.data import load_sentences
+from hf_attn_variants.training.pretraining.settings import TextSettings
+from hf_attn_variants.training.pretraining.text_sources import open_text
+from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+
+OUT = ("m", "--output_dir", "o")
+TEXTS = ["None", '"We go', "NA", "1.0", "7"]
+
+
+def write(folder, name, rows, separator=","):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(separator.join(row) + "\n" for row in rows))
+
+
+def test_choices(tmp_path):
+    rows = [["question", *(f"choice{i}" for i in range(1, 5)), "answer"], ["legs?", "two", "NA", "null", "None", "A"]]
+    for split in ("train", "validation"):
+        write(tmp_path, f"{split}.csv", rows)
+    found = load_choice_data(multiple_choice.parse_args([*OUT, "--dataset_name", str(tmp_path)])).splits
+    assert found["train"].data["choices"][:] == [["two", "NA", "null", "None"]]
+
+
+@pytest.mark.parametrize("names", [("train.csv", "dev.csv"), ("train/a.csv", "validation/b.csv")])
+def test_classes(tmp_path, names):
+    rows = [["text", "label"], *zip(["a", "b", "None", "d"], ["01", "1", "02", "2"], strict=True)]
+    for name in names:
+        write(tmp_path, name, rows)
+    data = load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
+    assert sorted(data.scheme.names) == ["01", "02", "1", "2"] and set(data.splits) == {"train", "validation"}
+    assert data.splits["train"].data["text1"][:] == ["a", "b", "None", "d"]
+    write(tmp_path, names[0], [*rows, ["e", "1", "surplus"]])
+    with pytest.raises(ValueError, match="line 6, row 5: 3 cells where the header has 2"):
+        load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
+
+
+def test_pairs_of_texts(tmp_path):
+    write(tmp_path, "train.tsv", [["source", "target"], *([text, text] for text in TEXTS)], "\t")
+    data = load_seq2seq_data(seq2seq.parse_args([*OUT, "--metrics", "chrf", "--dataset_name", str(tmp_path)]))
+    assert data.splits["train"].pairs() == [(text, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "train.txt"])
+def test_texts_to_pretrain_on(tmp_path, name):
+    write(tmp_path, name, [[text] for text in (["text"] if name.endswith("tsv") else []) + TEXTS])
+    [source] = open_text(TextSettings(dataset_name=str(tmp_path))).train
+    assert [text for _, text in source.articles()] == TEXTS
+    assert list(source.articles(3)) == [(3, "1.0"), (4, "7")]
+
+
+def test_options_of_a_readme_count(tmp_path):
+    write(tmp_path, "train.csv", [["a", "1"], ["b", "2"]])
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  names: [text, label]\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    data = load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
+    assert data.splits["train"].data["text1"][:] == ["a", "b"]
+
+
+@pytest.mark.parametrize("tag", ["U-PER", "L-ORG", "B_PER", "NOUN", "b-per", ""])
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_tags_are_those_of_the_file_reader(tmp_path, tag, kind):
+    rows = {"tokens": [["Ann", "met", "Bob"]], "ner_tags": [["B-PER", "O", tag]]}
+    for split in ("train", "validation"):
+        if kind == "json":
+            row = {name: value[0] for name, value in rows.items()}
+            (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+        else:
+            features = Features(
+                {
+                    "tokens": Sequence(Value("string")),
+                    "ner_tags": Sequence(ClassLabel(names=["O", "B-PER", tag or "?"])),
+                }
+            )
+            numbered = rows | {"ner_tags": [[1, 0, 2]]}
+            Dataset.from_dict(numbered, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    with pytest.raises(ValueError, match=r"\(train\): the tag .* of 'Bob' is not O, B-\.\.\. or I-"):
+        load_sentences(ner.parse_args([*OUT, "--dataset_name", str(tmp_path)]))

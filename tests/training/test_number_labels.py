@@ -1,0 +1,70 @@
+"""Labels that are numbers in the writing of people, and labels of which each row has its own."""
+
+import pytest
+
+from hf_attn_variants.training.classification.labels import problem_type_of
+from hf_attn_variants.training.classification.settings import REGRESSION, SINGLE_LABEL
+
+
+def kind(labels):
+    return problem_type_of(labels, lambda i: f"row {i + 1}")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["1,234.50", "2,500.25", "999.00"],
+        ["$1.50", "$2.25", "$1.50"],
+        ["1 234.5", "2 345.5", "7.5"],
+        ["1\u202f234,5", "2\u00a0345,5", "7,5"],
+        ["1.234,50", "12.345,00"],
+        ["-€5", "€ 7,20", "US$3"],
+        ["5 EUR", "USD 7.50", "Rs. 10"],
+        ["50%", "12.5 %"],
+        ["1'234.50", "1\u2019000.00"],
+        ["(1.50)", "\u22122.25"],
+        ["12,34,567.00", "1,00,000.00"],
+        ["£1,234", "£7"],
+    ],
+)
+def test_numbers_for_readers(labels):
+    with pytest.raises(ValueError, match=r"written for readers: write numbers .* such as 1234.5, for a regression"):
+        kind(labels * 2)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [f"id {i}" for i in range(40)],
+        [str(i) for i in range(40)],
+        ["a", *(f"text {i}" for i in range(19))],
+        ["1234", "2500", "1000", "12345"],
+        ["2021-01-02", *(f"2021-02-{i}" for i in range(10, 20))],
+    ],
+)
+def test_each_row_has_its_own_label(labels):
+    with pytest.raises(ValueError, match=r"different labels in .*--problem_type regression"):
+        kind(labels)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["pos", "neg"],
+        ["01", "1", "02", "2"],
+        ["0", "1", "2"],
+        ["1", "2", "3", "4", "5"],
+        ["v1.2.3", "1.2.4", "1.10.0"] * 2,
+        ["cat", "dog", "bird", "fish"],
+        ["3rd", "1st", "4a"],
+        [f"class {i}" for i in range(10)] * 2,
+        ["10", "20"] * 5,
+        ["$", "%", "5 stars"] * 4,
+    ],
+)
+def test_classes(labels):
+    assert kind(labels) == SINGLE_LABEL
+
+
+def test_a_regression():
+    assert kind(["1.5", "1000", "-2e3"]) == REGRESSION
