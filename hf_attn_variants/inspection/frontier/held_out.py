@@ -213,7 +213,7 @@ def _measure(model: PreTrainedModel) -> str:
 def _batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> Batch:
-    limit = {"truncation": True, "max_length": text.length, "padding": True, "return_tensors": "pt"}
+    limit = {"truncation": True, "max_length": text.measured_length, "padding": True, "return_tensors": "pt"}
     chosen = [text.texts[i] for i in rows]
     columns = [chosen] if isinstance(chosen[0], str) else zip(*chosen, strict=True)
     found = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)
@@ -249,7 +249,7 @@ def _targets(
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with limits_of_the_call(model):
         generate: Any = model.generate
-        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.written_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...conversion.calibration.batches import with_lengths
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -137,6 +138,8 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
+    calibration = with_lengths(calibration, calibration.processor, source.config)
+    held_out = with_lengths(held_out, calibration.processor, source.config)
     length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
