@@ -26,7 +26,7 @@ from ..projections import AttentionTensors
 from .audio import audio_batches
 from .batches import Batch, make_batches, whole_batches, with_lengths
 from .calibration_checks import check_amount, check_source_loss
-from .fitting import relative_error, rounded
+from .fitting import error_compared_with, rounded
 from .latent_forms import latent_forms
 from .passages import reads_passages
 from .plan_checks import is_calibrated
@@ -287,7 +287,7 @@ class _Course:
                 inputs = calls.pop(module.name)
                 uses = max(1, len(inputs) // len(batches))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
-                error = _held_out_error(tensors, module.heads, held)
+                error = error_compared_with(tensors, module.heads, held)
                 known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._on_step}
                 yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
 
@@ -372,15 +372,6 @@ def _without_error(tensors: AttentionTensors) -> AttentionTensors:
     # That of its new heads alone is not what the report means.
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
-
-
-@torch.no_grad()
-def _held_out_error(
-    tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
-) -> Callable[[AttentionTensors], float | None]:
-    """Return the function that measures other projections' outputs on held-out text against one attention's own."""
-    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
-    return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
 def _measured(
