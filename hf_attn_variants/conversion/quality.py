@@ -125,13 +125,13 @@ class Quality:
             return "its outputs are not numbers"
         rare = ", without the most frequent one," if self.is_rare else ""
         text = {
-            "tokens": f"{self.value:.1%} of the tokens it writes differ from the original's{self._runaway_text()}",
+            "tokens": f"{self.value:.1%} of the tokens it writes differ from the original's",
             "loss": f"its loss is {self.value:+.3f} nats per token compared with the original's",
             "predictions": f"{self.value:.1%} of its predictions{rare} differ from the original's",
             "scores": f"its scores have an error of {self.value:.1%} of the variance of the original's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the original's",
         }[self.measure]
-        return text + self._interval_text()
+        return text + self._interval_text() + self._runaway_text()
 
     def _interval_text(self) -> str:
         if self.interval is None:

@@ -44,7 +44,6 @@ WORTH_SAYING = 20.0
 
 logger = logging.getLogger(__name__)
 
-
 # Batches of the source's arguments: of the examples to fit to, and of those that are held out.
 Batches = tuple[list[Batch], list[Batch]]
 

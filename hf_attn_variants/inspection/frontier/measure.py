@@ -138,8 +138,7 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
-    calibration = with_lengths(calibration, calibration.processor, source.config)
-    held_out = with_lengths(held_out, calibration.processor, source.config)
+    calibration, held_out = (with_lengths(x, calibration.processor, source.config) for x in (calibration, held_out))
     length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
