@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...answers import Answer, answer_of
 from ...conversion.calibration.audio import heard, read_features
-from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder
+from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder, with_lengths
 from ...conversion.calibration_settings import Calibration
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...generation_calls import limits_of_the_call
@@ -155,6 +155,7 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     if text.audio is not None:
         return _held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
+    text = with_lengths(text, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
         raise ValueError(
             f"the tokenizer has no mask token, and what a {type(model).__name__} loses is measured on masked words: "

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...conversion.calibration.batches import with_lengths
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -138,7 +137,6 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
-    calibration, held_out = (with_lengths(x, calibration.processor, source.config) for x in (calibration, held_out))
     length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
@@ -147,7 +145,7 @@ def measure_frontier(
         text = held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
+    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(pieces.calibration, seed))
     _check_loss(losses, checkpoint, known)
     measured = _Measured(text.losses, losses, _timer(source, length, source_length, known), lengths)
     order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)
