@@ -45,9 +45,9 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "talking_heads": {ANY: list},
     "parameters": {"before": int, "after": int},
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
-    "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int},
+    "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int, "cut_share": NUMBER},
     "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int}
-    | {"is_kept": bool, "alike": bool, "unknown": bool},
+    | {"is_kept": bool, "alike": bool, "unknown": bool, "is_rare": bool, "interval": [NUMBER, NUMBER]},
     "versions": {ANY: str},
     "seconds": NUMBER,
 }

@@ -17,8 +17,8 @@ from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
     CALIBRATION_SIZE,
     FIT_DEFAULTS,
+    LONGEST,
     MAX_AUDIO_LENGTH,
-    MAX_LENGTH,
     PASSAGE_LENGTH,
     QUICK_AUDIO_SIZE,
     QUICK_SIZE,
@@ -116,7 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--method",
         choices=METHODS,
-        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+        help="how heads are merged (default: calibrated with --calibration_file, else mean; a decoder's heads are "
+        "averaged only if you name the method)",
     )
     calibration = parser.add_argument_group("calibration", "text or audio for the methods that fit new heads to it")
     add_calibration_arguments(calibration)
@@ -130,8 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
     calibration.add_argument(
         "--strict",
         action="store_true",
-        help="a conversion that has not kept the model on held-out examples is an error: status 1 and no folder, the "
-        "report beside its place",
+        help="a conversion that is not within tolerance on held-out examples is an error: status 1 and no folder, "
+        "only the report beside it",
     )
     calibration.add_argument(
         "--attention_errors", action="store_true", help="print what the attentions lose, too, each alone"
@@ -234,13 +235,14 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     group.add_argument(
         "--max_length",
         type=int,
-        help=f"tokens at which an example is cut (default: {MAX_LENGTH}, passages {PASSAGE_LENGTH})",
+        help="tokens at which an example is cut while heads are fitted (default: the longest example, up to the "
+        f"model's positions, or {LONGEST} tokens if it has no limit; passages {PASSAGE_LENGTH})",
     )
     group.add_argument(
         "--calibration_passages",
         action=OnOrOff,
-        help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, for what "
-        "the model makes of long text is kept only if it reads some (default: of single texts, yes)",
+        help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, because "
+        "the new heads fit long text only if they are fitted to some (default: yes, for single texts)",
     )
     group.add_argument(
         "--fit_steps",
@@ -302,7 +304,7 @@ def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
         options.pop(name)
-    return options | {"calibration": read_calibration_arguments(args)}
+    return options | {"calibration": read_calibration_arguments(args), "needs_method": True}
 
 
 def _be_quick(args: argparse.Namespace) -> None:

@@ -18,6 +18,8 @@ __all__ = [
     "AUDIO_CALIBRATION_SIZE",
     "CALIBRATION_SIZE",
     "FIT_DEFAULTS",
+    "FIT_TOKENS",
+    "LONGEST",
     "MAX_AUDIO_LENGTH",
     "MAX_LENGTH",
     "MIN_TEXTS",
@@ -31,15 +33,20 @@ __all__ = [
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
 # The same with `convert --quick`.
 QUICK_SIZE, QUICK_AUDIO_SIZE = 384, 48
-# Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
+# Tokens that a model may write of an example; of audio as many as Whisper's own code generates.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
 # Of a passage, where the model has positions for as many.
 PASSAGE_LENGTH = 256
+# Tokens of the longest example that is read whole by a model without a limit of its own.
+LONGEST = 512
+# Where no length is given, the new heads are fitted to as many tokens at most: a long file takes no hour.
+FIT_TOKENS = 2**18
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One to fit to, one that is held out.
 MIN_TEXTS = 2
-# Of the examples, nothing is fitted to a tenth, or to this many, where these are a quarter at most.
-HELD_OUT, LEAST_HELD_OUT = 0.1, 8
+# Nothing is fitted to a tenth of the examples, or to this many if they are a quarter at most: with 200 examples a
+# share of 5 % is known to 3 %.
+HELD_OUT, LEAST_HELD_OUT = 0.1, 200
 FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
@@ -60,8 +67,9 @@ class Calibration:
             joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
-        max_length: tokens at which a text is cut, or the model's output for audio; None = 64, and 256 for passages,
-            for audio 224 (and at most half of the model's positions).
+        max_length: tokens at which a text is cut, or the model's output for audio; None = the longest text's, up to
+            the model's positions (512 if it has no limit), and 256 for passages of shorter texts; for audio 224 (and
+            at most half of the model's positions).
         passages: whether half of the texts go on with those after them; None = for an encoder (or a decoder alone)
             that reads single texts. Others cannot.
         batch_size: texts a forward pass; None = 32, for audio 4.
@@ -75,6 +83,9 @@ class Calibration:
         audio: in the place of texts, for a model that reads speech: paths of files, of which each is cut or padded to
             one window; the decoder's text is the model's own greedy output.
         feature_extractor: of audio, the model's; None = the one beside the checkpoint.
+        whole_length: the tokens of the longest text, up to the model's positions. A conversion finds it
+            (`batches.with_lengths`), and measures the converted model on texts of this length.
+        cut_share: the share of the texts that `max_length` or the model's positions cut; found with `whole_length`.
 
     Raises:
         TypeError: if `texts` holds anything but strings or pairs of them, `target_texts` anything but strings, or
@@ -96,6 +107,8 @@ class Calibration:
     device: str | torch.device | None = None
     audio: Sequence[str | os.PathLike] | None = None
     feature_extractor: FeatureExtractionMixin | None = None
+    whole_length: int | None = None
+    cut_share: float = 0.0
 
     def __post_init__(self) -> None:
         is_text = self.audio is None
@@ -182,13 +195,23 @@ class Calibration:
     @property
     def length(self) -> int:
         """Tokens at which a text is cut, or the model's output for audio."""
-        default = MAX_LENGTH if self.audio is None else MAX_AUDIO_LENGTH
+        default = self.whole_length or MAX_LENGTH if self.audio is None else MAX_AUDIO_LENGTH
         return default if self.max_length is None else self.max_length
 
     @property
     def passage_length(self) -> int:
         """Tokens at which a passage is cut."""
-        return PASSAGE_LENGTH if self.max_length is None else self.max_length
+        return max(PASSAGE_LENGTH, self.length) if self.max_length is None else self.max_length
+
+    @property
+    def measured_length(self) -> int:
+        """Tokens at which a text is cut that the whole model is measured on, whatever the fit reads."""
+        return self.whole_length or self.length
+
+    @property
+    def written_length(self) -> int:
+        """Tokens that the model may write of an example that it is measured on."""
+        return max(MAX_LENGTH, self.measured_length) if self.audio is None else self.length
 
     @property
     def can_be_passages(self) -> bool:
@@ -218,6 +241,7 @@ class Calibration:
             "targets": self.target_texts is not None,
             "held_out": self.held_out_count,
             "max_length": self.length,
+            "cut_share": round(self.cut_share, 4),
             "passage_length": passage_length,
             **{name: self.fit_option(name) for name in method.options},
         }

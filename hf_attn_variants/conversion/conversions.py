@@ -80,7 +80,7 @@ def convert(
             the fields of windows (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a
             path `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension`
             ("tiled", or "interpolated": they are stretched), `allow_pickle`, `revision`, `token`, and `strict`: a
-            conversion that has not kept the model on held-out examples (`quality.Quality`) is an error.
+            conversion that is not within tolerance on held-out examples (`quality.Quality`) is an error.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -236,7 +236,7 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=calibration_settings(plan, request.calibration),
+                calibration=calibration_settings(plan, calibrated.calibration),
                 matching_shares=request.matching_shares,
                 quality=quality,
                 seconds=round(time.perf_counter() - started, 3),

@@ -180,10 +180,8 @@ class ConversionReport:
             value = f"in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
             lines.append(f"  {'averaged heads kept':<27} {value}")
         if self.quality is not None:
-            value = f"{self.quality} ({self.quality.examples} held-out examples)"
-            lines.append(
-                f"  {'the whole model':<27} {value}: {self.quality.verdict}, the bound is {self.quality.shown_bound}"
-            )
+            value = f"{self.quality}, on {self.quality.examples} held-out examples"
+            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.shown_bound})")
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")

@@ -71,10 +71,12 @@ class ConversionRequest:
         self.matching_layers = self.fields.pop("keep_matching_layers", None)
         self.matching_shares: list[float] | None = None
         self.strict = bool(self.fields.pop("strict", False))
+        # The command writes no decoder with averaged heads unless its user names the method.
+        self.needs_method = bool(self.fields.pop("needs_method", False))
         if self.strict and self.calibration is None:
             raise ValueError(
-                "`strict` (--strict) refuses a conversion that has not kept the model, and only text or audio tells: "
-                "give a calibration (--calibration_file)."
+                "`strict` (--strict) compares the converted model with the original on text or audio: give a "
+                "calibration (--calibration_file)."
             )
         self.method = resolve_method(self.asked_method, self.calibration)
         self.dtype = checked_dtype(self.asked_dtype)
@@ -90,17 +92,32 @@ class ConversionRequest:
             probe = self._make_plan(config, entries, fields, config_file)
             fields = self._keeping_matching_layers(probe, fields, source)
         plan = self._make_plan(config, entries, fields, config_file)
-        if self.asked_method is None and plan.reduced and self.calibration is None:
-            pools = any(module.heads.relation == "pool" for module in plan.reduced)
-            lost, kept, meant = POOLED if pools else COMPRESSED
-            if any(module.gets_kernel for module in plan.reduced):
-                lost, kept, meant = REPLACED
-            kept, examples = (HEARD, "audio") if plan.hears else (kept, "text")
-            if (reason := why_not_calibrated(plan)) is None:
-                logger.warning("no %s to calibrate on: %s %s %s", examples, lost, kept, meant)
-            else:
-                logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
+        if (lost := self._lost_without_examples(plan)) is not None:
+            logger.warning(lost)
         return plan
+
+    def _lost_without_examples(self, plan: ConversionPlan) -> str | None:
+        """Return what is lost where nobody gave examples or a method; None where one of them is given.
+
+        Raises:
+            ValueError: if the command did, and a decoder would write nothing of use.
+        """
+        if self.asked_method is not None or not plan.reduced or self.calibration is not None:
+            return None
+        pools = any(module.heads.relation == "pool" for module in plan.reduced)
+        lost, kept, meant = POOLED if pools else COMPRESSED
+        gets_kernel = any(module.gets_kernel for module in plan.reduced)
+        if gets_kernel:
+            lost, kept, meant = REPLACED
+        kept, examples = (HEARD, "audio") if plan.hears else (kept, "text")
+        if (reason := why_not_calibrated(plan)) is None:
+            message = f"no {examples} to calibrate on: {lost} {kept} {meant}"
+        else:
+            message = f"{lost} A calibration would not help: {reason}. {meant}"
+        decodes = any(module.site.stack_of(plan.config) == "decoder" for module in plan.reduced)
+        if self.needs_method and decodes and (pools or gets_kernel):
+            raise ValueError(message)
+        return message
 
     def check(
         self, config: dict[str, Any], entries: Mapping[str, TensorEntry], config_file: Path | None = None
@@ -119,6 +136,7 @@ class ConversionRequest:
         plan = self._make_plan(config, entries, fields, config_file)
         if self.matching_layers is not None:
             check_matching_layers(plan, fields, self.matching_layers, self.calibration)
+        self._lost_without_examples(plan)  # raises an error for the command
         if self.calibration is not None:
             is_calibrated(plan, self.calibration)  # refuses what cannot be
         return plan

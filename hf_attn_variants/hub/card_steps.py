@@ -122,13 +122,11 @@ def quality_sentence(steps: Sequence[Step]) -> str:
     found = Quality.of(_changes(steps)[-1].get("quality") or {}) if is_only_converted(steps) else None
     if found is None:
         return ""
-    least = "from" if found.measure == "embeddings" else "up to"
-    failed = "" if found.is_kept else ", so this one was not"
-    if found.says_nothing:
-        failed = ", of which these say nothing"
+    least = "at least" if found.measure == "embeddings" else "at most"
+    who = "these examples are" if found.verdict == "inconclusive" else "the model is"
     return (
         f"On {found.examples:,} held-out examples of its calibration {found}. "
-        f"`convert` counts a model as kept {least} {found.shown_bound}{failed}."
+        f"The tolerance of `convert` is {least} {found.shown_bound}: {who} {found.verdict}."
     )
 
 
@@ -182,11 +180,13 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
     if calibration := step.get("calibration"):
         targets = " with their targets" if calibration["targets"] else ""
         passages = ""
+        share = calibration.get("cut_share") or 0.0
+        cut = f" ({share:.1%} of them are cut)" if share else ""
         if length := calibration.get("passage_length"):
             passages = f", half of them continued to passages of at most {length}"
         sentence += (
-            f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets}, cut at "
-            f"{calibration['max_length']} tokens{passages}."
+            f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets} of at most "
+            f"{calibration['max_length']} tokens{cut}{passages}."
         )
     heads = step.get("heads", {})
     changed = {name: pair for name, pair in heads.items() if pair[0] != pair[1]}

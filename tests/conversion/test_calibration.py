@@ -272,10 +272,10 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts, cut at 48 tokens." in _told(tmp_path / "text")
+    assert "Calibration: 512 texts of at most 48 tokens." in _told(tmp_path / "text")
     assert found["none"]["calibration"] is None
     assert "Calibration:" not in _told(tmp_path / "none")
-    assert settings["held_out"] == 51
+    assert settings["held_out"] == 128
     pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
@@ -320,7 +320,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 8), (512, 51)])
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
 def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
     texts = [word * 99 for word in text(count)]
     given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
@@ -364,7 +364,7 @@ def test_refusals():
         convert_model(bert(), 2, calibration=calibration(target_texts=text()))
     with pytest.raises(ValueError, match=r"tokens and the model 16 positions: give a `max_length` of at most 16"):
         few = BertConfig(vocab_size=WORDS, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
-        convert_model(BertModel(few), 2, calibration=calibration())
+        convert_model(BertModel(few), 2, calibration=calibration(max_length=64))
     unpadded = WordTokenizer()
     unpadded.pad_token_id = None
     with pytest.raises(ValueError, match="no padding token"):

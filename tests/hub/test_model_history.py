@@ -85,7 +85,7 @@ def test_the_readmes_chain_is_told_from_its_beginning(tuned):
     assert "3. Fine-tuned on GLUE STSB: 2 steps, 32 examples.\n" in card
     assert re.findall(r"^## (Conv.*|.*raining.*)$", card, re.MULTILINE) == ["Conversion", "Uptraining", "Training"]
     assert "| teacher | tiny |" in card and "| num_key_value_heads | 4 | 2 |" in card
-    assert "On 8 held-out examples of its calibration its embeddings have a cosine of " in card
+    assert "On 16 held-out examples of its calibration its embeddings have a cosine of " in card
     assert "conversion_report.json" not in card
     assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
     assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]

@@ -1,6 +1,7 @@
 """A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ...decoder_inputs import DecoderInput, decoder_input
 from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ...registration import longest_input
-from ..calibration_settings import Calibration
+from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 from .calibration_checks import check_texts
 from .passages import passages, reads_passages
 
@@ -32,6 +33,8 @@ __all__ = [
     "read_by_decoder",
     "read_by_encoder",
     "tokens_of",
+    "whole_batches",
+    "with_lengths",
     "written_tokens",
 ]
 
@@ -39,6 +42,11 @@ __all__ = [
 MIN_TOKENS = 100
 # A text is much shorter than what the model reads where it has less than its positions by this.
 FEW_POSITIONS = 4
+# Tokens that are read at once while new heads are fitted, and, with the logits of a vocabulary, when a model is
+# measured.
+BATCH_TOKENS, MEASURED_BATCH_TOKENS = 8192, 4096
+# No text has as many tokens.
+UNCUT = 2**30
 # In a generation configuration: what an output begins with that the model has no choice about. Whisper's are the last.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
 # In a batch: what the encoder made of it, [b, m, D], where that is known already.
@@ -54,6 +62,31 @@ Batch = dict[str, torch.Tensor]
 Parts = tuple[list[int], list[int]]
 
 
+def with_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
+    """Return a calibration that knows how long its texts are; warn of those that are cut.
+
+    Args:
+        calibration: of texts; one of audio is returned as it is.
+        tokenizer: the model's.
+        config: of the model that reads the texts.
+    """
+    if calibration.audio is not None or calibration.whole_length is not None:
+        return calibration
+    counts = list(map(len, tokens_of(config, tokenizer, calibration.texts, UNCUT)[0]))
+    if calibration.target_texts is not None:
+        targets = tokenizer(text_target=list(calibration.target_texts), truncation=True, max_length=UNCUT)
+        counts = [max(count, len(ids)) for count, ids in zip(counts, targets["input_ids"], strict=True)]
+    limit: Any = longest_input(config) or getattr(tokenizer, "model_max_length", UNCUT)
+    whole = min(max(counts), limit if limit < UNCUT else LONGEST)
+    length: int = whole if calibration.max_length is None else calibration.max_length
+    share = sum(count > length for count in counts) / len(counts)
+    if share:
+        why = "--max_length" if length < whole else "the most that the model reads"
+        message = "%.1f %% of the calibration's examples are cut at %d tokens (%s); the longest has %d."
+        logger.warning(message, 100 * share, length, why, max(counts))
+    return replace(calibration, whole_length=whole, cut_share=share)
+
+
 def make_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> tuple[list[Batch], list[Batch]]:
@@ -62,22 +95,51 @@ def make_batches(
     Args:
         generator: draws the texts that are held out.
     """
-    reads = decoder_input(type(model), model.config)
-    parts = drawn_parts(calibration, generator)
-    encoded, segments, targets = _tokenized(model, tokenizer, calibration, parts)
-    chunks = chunks_of(calibration, list(map(len, encoded)), parts)
-    if reads is DecoderInput.OWN_TARGETS and targets is None:
+    calibration = with_lengths(calibration, tokenizer, model.config)
+    used, held_out = drawn_parts(calibration, generator)
+    encoded, segments, targets = _tokenized(model, tokenizer, calibration, (used, held_out))
+    if calibration.max_length is None:
+        share = FIT_TOKENS * len(held_out) // len(encoded)
+        used, held_out = _within(used, encoded, FIT_TOKENS - share), _within(held_out, encoded, share)
+    chunks: Any = chunks_of(calibration, list(map(len, encoded)), (used, held_out))
+    if decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        batch = padded([encoded[i] for i in rows], tokenizer.pad_token_id)
-        if segments is not None:
-            batch["token_type_ids"] = padded([segments[i] for i in rows], 0)["input_ids"]
-        if reads.is_target:
-            chosen = None if targets is None else [targets[i] for i in rows]
-            batch |= _decoder_arguments(model, batch, chosen, calibration)
-        batches[part].append(batch)
+        length = calibration.max_length or calibration.written_length
+        batches[part].append(_batch(model, tokenizer, rows, (encoded, segments, targets), length))
     return batches
+
+
+def _within(rows: list[int], encoded: Sequence[Sequence[int]], most: int) -> list[int]:
+    """Return the first of these examples that have at most so many tokens together, but one at least."""
+    total, count = 0, 0
+    while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= most):
+        total, count = total + len(encoded[rows[count]]), count + 1
+    return rows[:count]
+
+
+def whole_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
+) -> list[Batch]:
+    """Make batches of the held-out examples as users give them: each alone, whole up to the model's positions.
+
+    They have the targets that are given, and no others.
+
+    Args:
+        generator: draws the examples that are held out, as that of `make_batches`.
+    """
+    calibration = with_lengths(calibration, tokenizer, model.config)
+    rows = drawn_parts(calibration, generator)[1]
+    texts, length = [calibration.texts[row] for row in rows], calibration.measured_length
+    encoded, segments = tokens_of(model.config, tokenizer, texts, length)
+    targets = None
+    if calibration.target_texts is not None:
+        chosen = [calibration.target_texts[row] for row in rows]
+        targets = tokenizer(text_target=chosen, truncation=True, max_length=length)["input_ids"]
+    parts: Parts = ([], list(range(len(rows))))
+    chunks = chunks_of(calibration, list(map(len, encoded)), parts, MEASURED_BATCH_TOKENS)
+    return [_batch(model, tokenizer, chunk, (encoded, segments, targets), None) for _, chunk in chunks]
 
 
 def drawn_parts(calibration: Calibration, generator: torch.Generator) -> Parts:
@@ -86,18 +148,26 @@ def drawn_parts(calibration: Calibration, generator: torch.Generator) -> Parts:
     return drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
 
 
-def chunks_of(calibration: Calibration, lengths: list[int], parts: Parts) -> list[tuple[int, list[int]]]:
+def chunks_of(
+    calibration: Calibration, lengths: list[int], parts: Parts, most: int = BATCH_TOKENS
+) -> list[tuple[int, list[int]]]:
     """Return which examples go together: 0 or 1 = held out, and their numbers.
 
     Args:
         lengths: those of similar length are together.
         parts: as `drawn_parts` returned them.
+        most: tokens of a batch, with its padding.
     """
-    return [
-        (part, order[start : start + calibration.batch_rows])
-        for part, order in enumerate(sorted(rows, key=lambda i: (lengths[i], i)) for rows in parts)
-        for start in range(0, len(order), calibration.batch_rows)
-    ]
+    chunks = []
+    for part, rows in enumerate(parts):
+        chunk: list[int] = []
+        for row in sorted(rows, key=lambda i: (lengths[i], i)):
+            if chunk and (len(chunk) == calibration.batch_rows or (len(chunk) + 1) * lengths[row] > most):
+                chunks.append((part, chunk))
+                chunk = []
+            chunk.append(row)
+        chunks += [(part, chunk)] if chunk else []
+    return chunks
 
 
 def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
@@ -195,12 +265,15 @@ def _tokenized(
     texts: Any = calibration.texts  # where passages are read, no pairs
     config = model.config
     encoded, segments = tokens_of(config, tokenizer, texts, calibration.length)
-    check_texts(tokenizer, texts, encoded, config.vocab_size, calibration.length)
+    check_texts(tokenizer, texts, encoded, config.vocab_size)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
+        special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
+        counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, parts):  # each part's own: what is held out is in no passage to fit to
-            for i, (passage, length) in passages([texts[row] for row in rows], longest).items():
+            every = [texts[row] for row in rows], [counts[row] for row in rows]
+            for i, (passage, length) in passages(*every, longest).items():
                 (encoded[rows[i]],), types = tokens_of(config, tokenizer, [passage], length)
                 if segments is not None and types is not None:
                     segments[rows[i]] = types[0]
@@ -246,7 +319,8 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
 
 def own_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
     """Return a decoder's arguments that lead to what the model itself writes, greedily, of a batch of texts."""
-    device = next(model.parameters()).device
+    device, positions = next(model.parameters()).device, longest_input(model.config)
+    length = length if positions is None else min(length, positions - 1)  # the start token takes one
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with limits_of_the_call(model):
         generate: Any = model.generate
@@ -254,11 +328,28 @@ def own_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
     return from_generated(generated, model.config.pad_token_id)
 
 
-def _decoder_arguments(
-    model: PreTrainedModel, batch: Batch, targets: list[list[int]] | None, calibration: Calibration
+def _batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[int],
+    every: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
+    length: int | None,
 ) -> Batch:
-    config = model.config
+    """Return a model's arguments for some examples.
+
+    Args:
+        rows: their numbers.
+        every: of all examples the tokens, which text of a pair each is of, and those of the targets.
+        length: tokens that the model writes at most where there are no targets; None = it writes nothing.
+    """
+    encoded, segments, targets = every
+    batch = padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+    if segments is not None:
+        batch["token_type_ids"] = padded([segments[i] for i in rows], 0)["input_ids"]
+    if not decoder_input(type(model), model.config).is_target:
+        return batch
     if targets is None:
-        return own_targets(model, batch, calibration.length)
-    batch = padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
-    return {f"decoder_{name}": tensor for name, tensor in batch.items()}
+        return batch if length is None else batch | own_targets(model, batch, length)
+    config = model.config
+    written = padded([[config.decoder_start_token_id, *targets[i][:-1]] for i in rows], config.pad_token_id)
+    return batch | {f"decoder_{name}": tensor for name, tensor in written.items()}

@@ -24,9 +24,9 @@ from ..methods.mean import MeanPooling
 from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
 from .audio import audio_batches
-from .batches import Batch, make_batches
+from .batches import Batch, make_batches, whole_batches, with_lengths
 from .calibration_checks import check_amount, check_source_loss
-from .fitting import relative_error, rounded
+from .fitting import error_compared_with, rounded
 from .latent_forms import latent_forms
 from .passages import reads_passages
 from .plan_checks import is_calibrated
@@ -44,7 +44,6 @@ WORTH_SAYING = 20.0
 
 logger = logging.getLogger(__name__)
 
-
 # Batches of the source's arguments: of the examples to fit to, and of those that are held out.
 Batches = tuple[list[Batch], list[Batch]]
 
@@ -57,11 +56,13 @@ class CalibrationResult(NamedTuple):
         source_outputs: what the source makes of held-out examples, to compare the converted model with; None where
             nothing was fitted, or nobody asks.
         batches: the examples as the source reads them, for another calibration of the same source on the same ones.
+        calibration: the calibration, with the lengths of its texts.
     """
 
     attentions: dict[str, AttentionTensors]
     source_outputs: SourceOutputs | None
     batches: Batches | None = None
+    calibration: Calibration | None = None
 
 
 def calibrate(
@@ -91,7 +92,7 @@ def calibrate(
     with _course(plan, reader, source, calibration, batches) as course, _finite(course):
         outputs = course.source_outputs() if with_source_outputs else None
         course.find_shared_latents()
-        return CalibrationResult(course.converted(), outputs, course.batches)
+        return CalibrationResult(course.converted(), outputs, course.batches, course.calibration)
 
 
 def forms_on_text(
@@ -142,6 +143,7 @@ def _course(
         raise ValueError(f"calibration needs the model's {name}: give `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
+    calibration = with_lengths(calibration, processor, plan.config)
     if batches is None:
         batches = _batches(plan, model, processor, calibration)
         config: Any = plan.config
@@ -161,7 +163,11 @@ def _batches(plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any,
         if start is not None:
             start.give(model)
     make: Callable[..., Batches] = audio_batches if hears else make_batches
-    return make(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
+    return make(model, processor, calibration, _held_out_draw(plan))
+
+
+def _held_out_draw(plan: ConversionPlan) -> torch.Generator:
+    return seeded_generator(plan.seed, "held-out texts")
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,7 @@ class _Course:
     ):
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
-        self._calibration, self.batches = calibration, batches
+        self.calibration, self.batches = calibration, batches
         self.at = plan.reduced[0].name  # the attention that is worked on
         self._parts = sum(
             (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
@@ -217,8 +223,11 @@ class _Course:
         self._bar.__exit__(*raised)
 
     def source_outputs(self) -> SourceOutputs:
-        """Run the source on the held-out examples."""
-        outputs = SourceOutputs(self._model, self._processor, self._calibration, self.batches[1])
+        """Run the source on the held-out examples, each alone and whole."""
+        batches = self.batches[1]
+        if self.calibration.audio is None:
+            batches = whole_batches(self._model, self._processor, self.calibration, _held_out_draw(self._plan))
+        outputs = SourceOutputs(self._model, self._processor, self.calibration, batches)
         check_source_loss(outputs.loss, self._model.config.vocab_size)
         return outputs
 
@@ -277,7 +286,7 @@ class _Course:
                 inputs = calls.pop(module.name)
                 uses = max(1, len(inputs) // len(batches))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
-                error = _held_out_error(tensors, module.heads, held)
+                error = error_compared_with(tensors, module.heads, held)
                 known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._on_step}
                 yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
 
@@ -286,7 +295,7 @@ class _Course:
         """Say how long the fitting takes: by what a call of each attention takes, once."""
         self._is_estimated, reduced = True, self._plan.reduced
         closed = steps = 0.0
-        size = self._calibration.fit_option("fit_batch_size")
+        size = self.calibration.fit_option("fit_batch_size")
         for module in group:
             tensors, inputs = module.read(self._read), calls[module.name]
             tensors = replace(tensors, latent_weight=None)
@@ -303,7 +312,7 @@ class _Course:
         if closed + steps > WORTH_SAYING:
             fit = f", {_minutes(steps)} of it the fit: --fit_steps 0, or --quick, leave that out" if steps else ""
             message = "fitting %d attentions to %d examples takes some %s%s"
-            logger.info(message, len(reduced), len(self._calibration.examples), _minutes(closed + steps), fit)
+            logger.info(message, len(reduced), len(self.calibration.examples), _minutes(closed + steps), fit)
 
     def _read(self, name: str) -> torch.Tensor:
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
@@ -311,7 +320,7 @@ class _Course:
     def _with_new_heads(self, visit: _Visit) -> AttentionTensors:
         if visit.heads.relation != "pool":
             return self._plan.with_new_heads(visit.module, visit.tensors)
-        tensors = self._method.convert_module(visit.tensors, visit.heads, visit.layer, visit.inputs, self._calibration)
+        tensors = self._method.convert_module(visit.tensors, visit.heads, visit.layer, visit.inputs, self.calibration)
         self._part_done()
         return tensors
 
@@ -329,7 +338,7 @@ class _Course:
             visit.layer,
             visit.inputs,
             _outputs(visit),
-            self._calibration,
+            self.calibration,
             LatentInText(weight, forms, module.site.shares_latent),
         )
         self._part_done()
@@ -338,7 +347,7 @@ class _Course:
     def _with_kernel(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
         tensors = _without_error(tensors).with_new_kernel(visit.module.new_kernel, visit.heads)
         targets = _outputs(visit)
-        tensors = self._method.with_kernel(tensors, visit.heads, visit.layer, visit.inputs, targets, self._calibration)
+        tensors = self._method.with_kernel(tensors, visit.heads, visit.layer, visit.inputs, targets, self.calibration)
         self._part_done()
         return tensors
 
@@ -362,15 +371,6 @@ def _without_error(tensors: AttentionTensors) -> AttentionTensors:
     # That of its new heads alone is not what the report means.
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
-
-
-@torch.no_grad()
-def _held_out_error(
-    tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
-) -> Callable[[AttentionTensors], float | None]:
-    """Return the function that measures other projections' outputs on held-out text against one attention's own."""
-    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
-    return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
 def _measured(

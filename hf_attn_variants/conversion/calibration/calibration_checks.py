@@ -6,6 +6,7 @@ the bounds were set where English, German, code and chemical formulas lie for to
 
 import logging
 import math
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ __all__ = ["check_amount", "check_audio", "check_source_loss", "check_texts"]
 WANTED = 8
 # With fewer tokens the language is not judged.
 LEAST_TOKENS = 1000
-# Tokens of a word: English has 1.1 to 1.6 in English tokenizers, German 2.1.
-PIECES = 1.9
+# Tokens of a word of letters: English has 1.0 to 1.4 in English tokenizers, also beside code, and German 1.9. Names
+# and numbers of code are cut into many pieces in any language, so they are not judged.
+PIECES = 1.65
 # Text whose words are longer on average has none: formulas, sequences of letters.
 LONGEST_WORD = 12.0
+# So many words are enough to judge the language by.
+MOST_WORDS = 4096
 # Different tokens, as a share of those of uniform draws: text has 0.1 to 0.3, random tokens 0.9.
 DISTINCT = 0.6
 # Of the tokens: what is told, and what is refused.
@@ -66,15 +70,13 @@ def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[st
             )
 
 
-def check_texts(
-    tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int, length: int
-) -> None:
+def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int) -> None:
     """Warn of texts that look like no text of a tokenizer's language, or are mostly the same.
 
     Args:
         tokenizer: the model's.
         texts: the examples, or pairs of texts.
-        encoded: the numbers of their tokens, cut at `length`.
+        encoded: the numbers of their tokens.
         vocabulary: how many tokens the model has.
 
     Raises:
@@ -102,11 +104,14 @@ def check_texts(
             len(tokens),
             distinct,
         )
-    whole = [(text, row) for text, row, cut in zip(joined, rows, encoded, strict=True) if len(cut) < length]
-    words = [word for text, _ in whole for word in text.split()]
-    if len(words) < LEAST_TOKENS / 4 or sum(map(len, words)) / len(words) > LONGEST_WORD:
+    words = [word for text in joined for word in text.split()]
+    if sum(map(len, words)) > LONGEST_WORD * len(words):
         return
-    pieces = sum(len(row) for _, row in whole) / len(words)
+    words = [word for word in map(_plain_word, words) if word][:MOST_WORDS]
+    if len(words) < LEAST_TOKENS / 4:
+        return
+    cut = tokenizer(words, truncation=True, max_length=MOST_WORDS)["input_ids"]
+    pieces = sum(token not in special or token == unknown for row in cut for token in row) / len(words)
     if pieces > PIECES:
         logger.warning(
             "the tokenizer cuts a word of the calibration into %.1f tokens on average, and those of its own language "
@@ -114,6 +119,12 @@ def check_texts(
             pieces,
             PIECES,
         )
+
+
+def _plain_word(text: str) -> str:
+    """Return a word of letters without the punctuation around it; "" for names of code, numbers and formulas."""
+    word = text.strip(string.punctuation)
+    return word if word.isalpha() and (word[1:].islower() or word[1:].isupper() or len(word) == 1) else ""
 
 
 def check_source_loss(loss: float | None, vocabulary: int) -> None:

@@ -13,7 +13,7 @@ from ..grouping import HeadCounts
 from ..projections import AttentionTensors
 from .recording import AttentionInputs, attend
 
-__all__ = ["fit", "relative_error", "rounded"]
+__all__ = ["error_compared_with", "fit", "relative_error", "rounded"]
 
 # This part of the mean second moment is added to each direction's before whitening, lest rare ones be blown up.
 DAMPING = 0.1
@@ -94,6 +94,15 @@ def relative_error(
     spread = (target - target.mean(0)).double().square().sum()
     error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
     return error if math.isfinite(error) else None
+
+
+@torch.no_grad()
+def error_compared_with(
+    tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
+) -> Callable[[AttentionTensors], float | None]:
+    """Return the function that measures other projections' outputs on held-out text against this attention's."""
+    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
+    return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
 def rounded(error: float | None) -> float | None:

@@ -28,22 +28,29 @@ def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig,
     return calibration.can_be_passages and not has_both and calibration.passages is not False
 
 
-def passages(texts: Sequence[str], longest: int) -> dict[int, tuple[str, int]]:
+def passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
     """Return what every second text becomes: itself with the texts after it, and the tokens at which that is cut.
 
-    The logarithms of these lengths are spread evenly between those of `SHORTEST` and `longest`.
+    The logarithms of these lengths are spread evenly between those of `SHORTEST` and `longest`. A text that is as long
+    as its passage would be stays as it is.
+
+    Args:
+        texts: the texts.
+        counts: the tokens of each, without special ones. Words would not do: Chinese and chemical formulas have none.
+        longest: the tokens of the longest passage.
     """
     shortest = min(SHORTEST, longest)
     joined = {}
     for i in range(0, len(texts), 2):
         # Multiples of the golden ratio, modulo 1, are even over any stretch of texts, and nothing is drawn.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
-        parts, words = [texts[i]], len(texts[i].split())
-        # A word has a token at least. After the last text comes the first, and none comes twice.
+        parts, tokens = [texts[i]], counts[i]
+        # After the last text comes the first, and none comes twice.
         for following in range(1, len(texts)):
-            if words >= length:
+            if tokens >= length:
                 break
             parts.append(texts[(i + following) % len(texts)])
-            words += len(parts[-1].split())
-        joined[i] = (" ".join(parts), length)
+            tokens += max(1, counts[(i + following) % len(texts)])
+        if len(parts) > 1:
+            joined[i] = (" ".join(parts), length)
     return joined

@@ -14,7 +14,7 @@ from ...answers import Answer, answer_of
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
-from ..quality import BOUNDS, Quality, edit_distance
+from ..quality import BOUNDS, SHARES, Quality, edit_distance, ratio_interval
 from .audio import heard
 from .batches import (
     ENCODER_OUTPUTS,
@@ -38,6 +38,9 @@ ROUNDING = 1e-5
 WORSE_THAN_A_GUESS = 1.05
 # Tokens: twice as much as less than this is no text that does not end.
 SHORT = 8
+# A class that the source gives to more of the examples is left out where neither model gives another one: a model
+# that always answers it would be within the bound, or near. Of tags the most frequent one is always left out.
+COMMON = 0.75
 
 
 class SourceOutputs:
@@ -52,17 +55,26 @@ class SourceOutputs:
             calibration: what the examples are of.
             batches: of the held-out ones, the model's arguments each.
         """
-        self._length, self.device = calibration.length, next(model.parameters()).device
+        self._length, self.device = calibration.written_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
-        self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
+        self._writes = decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
         self._answer = answer_of(model)
+        self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
-        self._measure = _measure(model, self._answer, self._writes and calibration.target_texts is None)
-        labelled = None
-        if self._measure == "loss" and not self._writes:
+        name = type(model).__name__
+        self._is_tagger, self._chooses = name.endswith("ForTokenClassification"), name.endswith("ForMultipleChoice")
+        self._measure = _measure(model, self._answer, self._writes)
+        self._batches: Sequence[Batch] = batches
+        self._targets: Sequence[Batch | None] = [None] * len(batches)
+        if self._measure == "tokens" and calibration.audio is None:
+            # What the model writes by itself is compared; its loss is that of targets, where there are some.
+            self._targets = batches if calibration.target_texts is not None else self._targets
+            bar = progress_bar(batches, desc="generating held-out outputs", unit="batch", leave=False)
+            self._batches = [_text_of(batch) | own_targets(model, _text_of(batch), self._length) for batch in bar]
+        if self._measure == "loss":
             labelled = _with_labels(model, processor, batches)
             self._measure = "embeddings" if labelled is None else self._measure
-        self._batches = batches if labelled is None else labelled
+            self._batches = batches if labelled is None else labelled
         try:
             self._own = self._outputs(model, is_source=True)
         except ValueError:
@@ -71,15 +83,19 @@ class SourceOutputs:
             # BART's classifiers read the state at the end token, and refuse texts that were cut before it.
             self._measure = "embeddings"
             self._own = self._outputs(model, is_source=True)
-        if self._measure == "predictions" and self._answer is Answer.LABELS and not self._own["predictions"].any():
-            # It gives these examples no label: what is left to compare is how far it was from giving one.
-            self._measure = "scores"
-            self._own = self._outputs(model, is_source=True)
+        if self._measure == "predictions" and self._answer is Answer.LABELS:
+            # A label that most examples have says something where it is missing. Without either, what is left to
+            # compare is how far the source was from another answer.
+            rows = torch.stack(self._own["predictions"])
+            self._has_most = rows.float().mean(0) > 0.5
+            if not (rows ^ self._has_most).any():
+                self._measure = "scores"
+                self._own = self._outputs(model, is_source=True)
 
     @property
     def loss(self) -> float | None:
         """The source's own loss, nats a token; None where it was not measured."""
-        return float(self._own["loss"].mean()) if "loss" in self._own else None
+        return _loss(self._own)
 
     def compared_with(self, model: PreTrainedModel) -> Quality:
         """Return how near another model of the same class is; how it generates is the calibration's for that time."""
@@ -87,18 +103,55 @@ class SourceOutputs:
         with self._generating_alike(model):
             outputs = self._outputs(model.eval())
         model.train(training)
-        examples = sum(len(next(iter(batch.values()))) for batch in self._batches)
-        value, losses = _compared(self._measure, self._own, outputs)
-        if "loss" in self._own and "loss" in outputs:
-            losses = _losses(self._own["loss"], outputs["loss"])
-        runaway = _runaway(self._own["tokens"], outputs["tokens"]) if self._measure == "tokens" else 0
-        alike = self._measure in ("embeddings", "scores") and _are_alike(self._own[self._measure])
-        alike = alike or (self._measure == "scores" and len(self._own["scores"]) == 1)  # which has no variance
-        value = None if alike else value
-        # A model that knows nothing of a text loses nothing of it.
-        guess = math.log(self._vocabulary)
-        unknown = self._measure == "loss" and (self.loss or 0.0) > WORSE_THAN_A_GUESS * guess
-        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses, runaway, alike, unknown)
+        found, counts = self._compared(outputs)
+        examples, total = len(found), float(counts.sum())
+        alike = not total or (self._measure == "scores" and examples == 1)  # which has no variance
+        if self._measure in ("embeddings", "scores"):
+            alike = alike or _are_alike(torch.stack(self._own[self._measure]))
+        value = math.nan if alike else float(found.sum()) / total
+        known = math.isfinite(value)
+        before, after = self.loss, _loss(outputs)
+        losses = None if before is None or after is None else (before, after)
+        return Quality(
+            self._measure,
+            value if known else None,
+            BOUNDS[self._measure],
+            examples,
+            losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
+            runaway=_runaway(self._own["tokens"], outputs["tokens"]) if self._measure == "tokens" else 0,
+            alike=alike,
+            # A model that knows nothing of a text loses nothing of it.
+            unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
+            interval=ratio_interval(found, counts, self._measure in SHARES) if known else None,
+            is_rare=self._measure == "predictions" and self._common() is not None,
+        )
+
+    def _compared(self, outputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return for each example what differs and of how much: the value of a `Quality` is the ratio of the sums."""
+        own, others = self._own[self._measure], outputs[self._measure]
+        if self._measure == "tokens":
+            pairs = [(edit_distance(a, b), len(a)) for a, b in zip(own, others, strict=True)]
+        elif self._measure == "predictions":
+            rows = [(a, b, self._counts(a) | self._counts(b)) for a, b in zip(own, others, strict=True)]
+            pairs = [(int((a != b).sum()), int(counted.sum())) for a, b, counted in rows]
+        else:
+            return _differences(self._measure, torch.stack(own).double(), torch.stack(others).double())
+        found, counts = torch.tensor(pairs, dtype=torch.float64).T
+        return found, counts
+
+    def _common(self) -> int | None:
+        """Return the prediction that is left out where neither model gives another one; None if all count."""
+        if self._answer is Answer.LABELS:
+            return None
+        values, counts = torch.cat(self._own["predictions"]).unique(return_counts=True)
+        is_common = self._is_tagger or counts.max() > COMMON * counts.sum()
+        return int(values[counts.argmax()]) if is_common else None
+
+    def _counts(self, predictions: torch.Tensor) -> torch.Tensor:
+        if self._answer is Answer.LABELS:
+            return predictions ^ self._has_most
+        common = self._common()
+        return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
 
     @contextmanager
     def _generating_alike(self, model: PreTrainedModel) -> Iterator[None]:
@@ -113,33 +166,44 @@ class SourceOutputs:
             model.generation_config = own
 
     @torch.no_grad()
-    def _outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, Any]:
-        """Return what is compared: tensors and lists with a row for each example, token or prediction."""
+    def _outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, list[Any]]:
+        """Return what is compared, an item for each example."""
         outputs: dict[str, list[Any]] = {}
         device = next(model.parameters()).device
-        for batch in progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False):
+        for batch, targets in zip(
+            progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False),
+            self._targets,
+            strict=True,
+        ):
             labels = batch.get("labels")
             arguments = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
             arguments = {
                 name: each.to(model.dtype) if each.is_floating_point() else each for name, each in arguments.items()
             }
             arguments = read_by_decoder(arguments) if is_source else read_by_encoder(arguments)
-            for name, value in self._of_batch(model, arguments, labels, is_source).items():
+            for name, value in self._of_batch(model, arguments, labels, is_source, targets).items():
                 outputs.setdefault(name, []).extend(value)
-        return {name: rows if name == "tokens" else torch.stack(rows) for name, rows in outputs.items() if rows}
+        return outputs
 
-    def _of_batch(self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool) -> dict[str, Any]:
+    def _of_batch(
+        self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool, targets: Batch | None
+    ) -> dict[str, Any]:
         if self._measure == "embeddings":
             return {"embeddings": _embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
+        if self._chooses:  # a choice of one: its score
+            batch = {name: tensor[:, None] for name, tensor in batch.items()}
         written = None if is_source or self._measure != "tokens" else self._written(model, batch)
         # Of audio the encoder has run for that.
-        output = model(**(batch if written is None else read_by_decoder(batch | _encoder_outputs(written, model))))
+        read = batch if written is None else read_by_decoder(batch | _encoder_outputs(written, model))
+        if targets is not None:
+            read = {name: tensor.to(model.device) for name, tensor in targets.items()}
+        output = model(**read)
         if self._measure == "scores":
             return {"scores": output.logits.float().cpu()}
         if self._measure == "predictions":
-            return {"predictions": _predictions(output, batch, self._answer)}
+            return {"predictions": self._predictions(output, batch)}
         if labels is None:
-            labels = continuations(batch["decoder_input_ids"], batch["decoder_attention_mask"])
+            labels = continuations(read["decoder_input_ids"], read["decoder_attention_mask"])
         outputs: dict[str, Any] = {"loss": _token_losses(output, labels)}
         if self._measure == "tokens":
             # What the source writes is what its decoder was given.
@@ -150,8 +214,27 @@ class SourceOutputs:
         """Return a decoder's arguments that lead to what a model writes of a batch."""
         if "input_features" in batch:
             return heard(model, list(batch["input_features"]), self._length)
-        source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
-        return own_targets(model, source, self._length)
+        return own_targets(model, _text_of(batch), self._length)
+
+    def _predictions(self, output: Any, batch: Batch) -> list[torch.Tensor]:
+        """Return of each example the class, the begin and end of its answer, the tags of its words, or its labels."""
+        if "start_logits" in output:
+            is_read = batch["attention_mask"].bool()
+            pair = [each.masked_fill(~is_read, -math.inf) for each in (output.start_logits, output.end_logits)]
+            return list(torch.stack([logits.argmax(-1) for logits in pair], 1).cpu())
+        logits = output.logits
+        if self._answer is Answer.LABELS:
+            return list((logits > 0).cpu())
+        predicted = logits.argmax(-1).cpu()
+        if not self._is_tagger:
+            return list(predicted.reshape(len(predicted), -1))
+        special = torch.tensor(sorted(self._special), dtype=torch.long)
+        is_word = batch["attention_mask"].bool().cpu() & ~torch.isin(batch["input_ids"].cpu(), special)
+        return [tags[words] for tags, words in zip(predicted, is_word, strict=True)]
+
+
+def _text_of(batch: Batch) -> Batch:
+    return {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
 
 
 def _encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
@@ -164,9 +247,11 @@ def _measure(model: PreTrainedModel, answer: Answer, writes: bool) -> str:
         return "tokens"
     if model.get_output_embeddings() is not None:
         return "loss"
-    if answer in (Answer.SCORES, Answer.LABELS):
-        return "scores" if answer is Answer.SCORES else "predictions"
     name = type(model).__name__
+    if answer is Answer.SCORES or name.endswith("ForMultipleChoice"):
+        return "scores"
+    if answer is Answer.LABELS:
+        return "predictions"
     classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
     return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"
 
@@ -193,26 +278,21 @@ def _with_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch
 
 
 def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return of each example the summed loss of its labels and their number, [b, 2]."""
     logits = output.prediction_logits if "prediction_logits" in output else output.logits
     labels = labels.to(logits.device)
     chosen = labels >= 0
-    return cross_entropy(logits[chosen].float(), labels[chosen], reduction="none").cpu()
+    losses = torch.zeros(labels.shape, device=logits.device)
+    losses[chosen] = cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
+    return torch.stack([losses.sum(1), chosen.sum(1)], 1).cpu()
 
 
-def _predictions(output: Any, batch: Batch, answer: Answer) -> torch.Tensor:
-    """Return the predicted classes or places: of each token where there is one, else of each example.
-
-    Of a model that gives several labels, whether it gives each: [b, labels].
-    """
-    if "start_logits" in output:
-        pair = output.start_logits, output.end_logits
-        return torch.stack([logits.argmax(-1) for logits in pair], 1).flatten().cpu()
-    logits = output.logits
-    if answer is Answer.LABELS:
-        return (logits > 0).cpu()
-    if logits.ndim == 3:
-        return logits.argmax(-1)[batch["attention_mask"].bool()].cpu()
-    return logits.argmax(-1).cpu()
+def _loss(outputs: dict[str, list[Any]]) -> float | None:
+    """Return the mean loss of all labels; None where there is none."""
+    if "loss" not in outputs:
+        return None
+    total, count = torch.stack(outputs["loss"]).double().sum(0).tolist()
+    return total / max(1, count)
 
 
 def _embeddings(output: Any, batch: Batch) -> torch.Tensor:
@@ -226,35 +306,15 @@ def _embeddings(output: Any, batch: Batch) -> torch.Tensor:
     return ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)).cpu()
 
 
-def _compared(
-    measure: str, source: dict[str, Any], converted: dict[str, Any]
-) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the value of a `Quality`, and the losses, by its measure."""
-    if measure == "tokens":
-        pairs = list(zip(source["tokens"], converted["tokens"], strict=True))
-        changed = sum(edit_distance(a, b) for a, b in pairs)
-        return changed / max(1, sum(len(a) for a, _ in pairs)), None
+def _differences(measure: str, own: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each example what differs and of how much: of losses [b, 2], scores [b, s] or embeddings [b, D]."""
     if measure == "loss":
-        losses = _losses(source["loss"], converted["loss"])
-        return (None, None) if losses is None else (losses[1] - losses[0], losses)
-    if measure == "predictions":
-        return _changed(source["predictions"], converted["predictions"]), None
+        return others[:, 0] - own[:, 0], own[:, 1]
     if measure == "scores":
-        own, others = source["scores"], converted["scores"]  # [b, scores]
-        error = float((others - own).square().sum() / (own - own.mean(0)).square().sum())
-        return (error if math.isfinite(error) else None), None
-    own, others = source["embeddings"], converted["embeddings"]
+        return (others - own).square().sum(1), (own - own.mean(0)).square().sum(1)
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
-    cosine = float(cosine_similarity(own - mean, others - mean).mean())
-    return (cosine if math.isfinite(cosine) else None), None
-
-
-def _changed(source: torch.Tensor, converted: torch.Tensor) -> float:
-    """Return the share of predictions that change; of labels [b, labels], of those that either model gives."""
-    different = source != converted
-    if source.dtype is not torch.bool:
-        return float(different.float().mean())
-    return float(different.sum() / (source | converted).sum())
+    cosines = cosine_similarity(own - mean, others - mean)
+    return cosines, torch.ones_like(cosines)
 
 
 def _are_alike(embeddings: torch.Tensor) -> bool:
@@ -266,8 +326,3 @@ def _are_alike(embeddings: torch.Tensor) -> bool:
 def _runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
     """Return the number of examples of which more than twice as many tokens are written as by the source."""
     return sum(len(b) > 2 * max(len(a), SHORT) for a, b in zip(source, converted, strict=True))
-
-
-def _losses(source: torch.Tensor, converted: torch.Tensor) -> tuple[float, float] | None:
-    before, after = float(source.mean()), float(converted.mean())
-    return (before, after) if math.isfinite(before) and math.isfinite(after) else None

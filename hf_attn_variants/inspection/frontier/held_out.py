@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...answers import Answer, answer_of
 from ...conversion.calibration.audio import heard, read_features
-from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder
+from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder, with_lengths
 from ...conversion.calibration_settings import Calibration
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...generation_calls import limits_of_the_call
@@ -155,6 +155,7 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     if text.audio is not None:
         return _held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
+    text = with_lengths(text, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
         raise ValueError(
             f"the tokenizer has no mask token, and what a {type(model).__name__} loses is measured on masked words: "
@@ -213,7 +214,7 @@ def _measure(model: PreTrainedModel) -> str:
 def _batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> Batch:
-    limit = {"truncation": True, "max_length": text.length, "padding": True, "return_tensors": "pt"}
+    limit = {"truncation": True, "max_length": text.measured_length, "padding": True, "return_tensors": "pt"}
     chosen = [text.texts[i] for i in rows]
     columns = [chosen] if isinstance(chosen[0], str) else zip(*chosen, strict=True)
     found = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)
@@ -249,7 +250,7 @@ def _targets(
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with limits_of_the_call(model):
         generate: Any = model.generate
-        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.written_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

@@ -145,7 +145,7 @@ def measure_frontier(
         text = held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
+    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(pieces.calibration, seed))
     _check_loss(losses, checkpoint, known)
     measured = _Measured(text.losses, losses, _timer(source, length, source_length, known), lengths)
     order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...conversion.calibration.batches import with_lengths
 from ...conversion.calibration.calibrate import calibrate
 from ...conversion.calibration.plan_checks import why_source_is_not_fitted
 from ...conversion.calibration.source_models import source_in_memory
@@ -43,7 +44,8 @@ class ConvertedAttentions:
         """
         if (reason := why_source_is_not_fitted(source.config)) is not None:
             raise ValueError(f"a calibration makes the variants, and cannot be used here: {reason}")
-        self.source, self.calibration, self.seed = source, calibration, seed
+        self.source, self.seed = source, seed
+        self.calibration = with_lengths(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, Tensors] = {}
         self._errors: dict[Key, float | None] = {}

@@ -1,0 +1,134 @@
+"""The number that `convert` prints at its end, beside the true metric of the converted model on labeled examples.
+
+Three kinds of model are measured on examples that no conversion has read:
+
+- `masked`: a masked language model. The loss of masked tokens compared with the original's (nats per token), and the
+  share of masked tokens that is found.
+- `labels`: a classifier. The share of predictions that differ from the original's, and the accuracy. A line of the
+  file is a text, a tab and the name of its class.
+- `written`: an encoder-decoder. The share of written tokens that differ from the original's, by edit distance, and
+  the share of outputs that are the same.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from benchmarks.machine import machine
+from hf_attn_variants.conversion.quality import edit_distance
+from hf_attn_variants.files import REPORT_NAME, atomic_write
+from hf_attn_variants.registration import register
+
+EPILOG = """example:
+  python -m benchmarks.convert.closing_numbers --kind labels --source rxnfp --converted rxnfp-2 rxnfp-1 \\
+      --examples reactions.tsv --output build/closing_numbers.json"""
+CLASSES = {
+    "masked": AutoModelForMaskedLM,
+    "labels": AutoModelForSequenceClassification,
+    "written": AutoModelForSeq2SeqLM,
+}
+MASKED = 0.15
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=CLASSES, required=True, help="what the model is for")
+    parser.add_argument("--source", required=True, help="the checkpoint that was converted")
+    parser.add_argument("--converted", nargs="+", required=True, help="folders that `convert` wrote")
+    parser.add_argument("--examples", type=Path, required=True, help="a line for each example")
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="a JSON of the results, to which rows are added")
+    return parser.parse_args(argv)
+
+
+def batches(tokenizer: Any, texts: Sequence[str], size: int) -> Iterator[Any]:
+    """Yield texts as a model's arguments, cut at the tokenizer's own length alone."""
+    for start in range(0, len(texts), size):
+        yield tokenizer(list(texts[start : start + size]), padding=True, truncation=True, return_tensors="pt")
+
+
+def outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> list[Any]:
+    """Return what a model makes of each example: (loss, is found) of masked tokens, a class, or tokens."""
+    rows: list[Any] = []
+    generator, special = torch.Generator().manual_seed(1), torch.tensor(tokenizer.all_special_ids)
+    for batch in batches(tokenizer, texts, args.batch_size):
+        ids = batch["input_ids"]
+        if args.kind == "labels":
+            rows += model(**batch).logits.argmax(-1).tolist()
+        elif args.kind == "written":
+            written = model.generate(**batch, do_sample=False, num_beams=1, max_new_tokens=args.max_new_tokens)
+            rows += [[token for token in row if token not in special] for row in written.tolist()]
+        else:
+            chosen = (torch.rand(ids.shape, generator=generator) < MASKED) & ~torch.isin(ids, special)
+            logits = model(**batch | {"input_ids": ids.masked_fill(chosen, tokenizer.mask_token_id)}).logits[chosen]
+            losses = torch.nn.functional.cross_entropy(logits, ids[chosen], reduction="none")
+            rows += list(zip(losses.tolist(), (logits.argmax(-1) == ids[chosen]).tolist(), strict=True))
+    return rows
+
+
+def compared(kind: str, source: list[Any], converted: list[Any], labels: list[int]) -> dict[str, float]:
+    """Return the true number, and the metric before and after."""
+    if kind == "masked":
+        loss = sum(b[0] - a[0] for a, b in zip(source, converted, strict=True)) / len(source)
+        before, after = (sum(row[1] for row in rows) / len(source) for rows in (source, converted))
+        return {"true": loss, "before": before, "after": after}
+    same = sum(a == b for a, b in zip(source, converted, strict=True)) / len(source)
+    if kind == "labels":
+        before, after = (
+            sum(a == b for a, b in zip(rows, labels, strict=True)) / len(source) for rows in (source, converted)
+        )
+        return {"true": 1 - same, "before": before, "after": after}
+    edits = sum(edit_distance(a, b) for a, b in zip(source, converted, strict=True))
+    return {"true": edits / max(1, sum(map(len, source))), "before": 1.0, "after": same}
+
+
+@torch.inference_mode()
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure, print and return a row for each converted model."""
+    register()
+    torch.set_num_threads(1)
+    lines = args.examples.read_text(encoding="utf-8").splitlines()
+    texts = [line.split("\t")[0] for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(args.source)
+    model = CLASSES[args.kind].from_pretrained(args.source).eval()
+    labels = [model.config.label2id[line.split("\t")[1]] for line in lines] if args.kind == "labels" else []
+    source, rows = outputs(model, tokenizer, texts, args), []
+    for folder in args.converted:
+        report = json.loads((Path(folder) / REPORT_NAME).read_text(encoding="utf-8"))
+        converted = outputs(CLASSES[args.kind].from_pretrained(folder).eval(), tokenizer, texts, args)
+        quality = report["quality"]
+        row = {
+            "model": Path(args.source).name,
+            "heads": report["heads"]["num_key_value_heads"],
+            **{name: quality[name] for name in ("measure", "value", "interval", "verdict", "bound")},
+            "held_out": quality["examples"],
+            "examples": len(texts),
+            **{name: round(value, 4) for name, value in compared(args.kind, source, converted, labels).items()},
+            "fit_steps": report["calibration"]["fit_steps"],
+            "calibration": report["calibration"]["count"],
+        }
+        print(json.dumps(row))
+        rows.append(row)
+    if args.output is not None:
+        known = json.loads(args.output.read_text(encoding="utf-8"))["rows"] if args.output.is_file() else []
+        atomic_write(args.output, json.dumps({"machine": machine("cpu"), "rows": known + rows}, indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main(parse_args()) else 1)

@@ -1,0 +1,111 @@
+"""How long calibration examples are read: what fits new heads, and what the closing number is measured on."""
+
+import json
+import logging
+
+import pytest
+import torch
+from architectures import BERT
+from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, text
+
+from hf_attn_variants.cli import main
+from hf_attn_variants.conversion import Calibration, convert, convert_checkpoint
+from hf_attn_variants.conversion.calibration import batches
+from hf_attn_variants.conversion.calibration.batches import make_batches, whole_batches, with_lengths
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
+
+
+class Masking(WordTokenizer):
+    mask_token_id = 1
+
+
+LONG = [row * 8 for row in text(120)]  # 64 to 184 tokens
+
+
+def longest(parts):
+    return max(int(batch["attention_mask"].sum(1).max()) for batch in parts)
+
+
+def given(**changes):
+    return Calibration(LONG, tokenizer=WordTokenizer(), fit_steps=0, **{"passages": False} | changes)
+
+
+def test_long_examples_are_read_whole(caplog):
+    draw = torch.Generator().manual_seed(0)
+    with caplog.at_level(logging.WARNING, "hf_attn_variants"):
+        assert longest(make_batches(bert(), WordTokenizer(), given(), draw)[0]) > 150
+    assert "are cut" not in caplog.text
+
+
+def test_max_length_cuts_what_is_fitted_and_not_what_is_measured(caplog):
+    with caplog.at_level(logging.WARNING, "hf_attn_variants"):
+        used, _ = make_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
+    assert longest(used) <= 64
+    share = sum(len(row) > 64 for row in LONG) / len(LONG)
+    assert f"{100 * share:.1f} % of the calibration's examples are cut at 64 tokens (--max_length)" in caplog.text
+    whole = whole_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
+    assert longest(whole) > 150
+
+
+def test_the_model_s_positions_are_the_limit_and_the_cut_share_is_reported(tmp_path, caplog):
+    model = bert()
+    model.config.max_position_embeddings = 100
+    model.embeddings.position_embeddings = torch.nn.Embedding(100, 32)
+    model.embeddings.position_ids = torch.arange(100)[None]
+    model.embeddings.token_type_ids = torch.zeros(1, 100, dtype=torch.long)
+    model.save_pretrained(tmp_path / "source")
+    with caplog.at_level(logging.WARNING, "hf_attn_variants"):
+        report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given())
+    assert report.calibration["max_length"] == 100
+    assert report.calibration["cut_share"] == pytest.approx(sum(len(row) > 100 for row in LONG) / len(LONG), abs=0.01)
+    assert "are cut at 100 tokens (the most that the model reads)" in caplog.text
+
+
+def test_what_is_measured_is_not_joined():
+    draws = [torch.Generator().manual_seed(0) for _ in range(2)]
+    given = calibration(passages=True)
+    assert longest(make_batches(bert(), given.tokenizer, given, draws[0])[1]) > 100
+    assert longest(whole_batches(bert(), given.tokenizer, given, draws[1])) <= 24
+
+
+def test_a_file_of_long_documents_is_fitted_to_as_many_tokens_as_others(monkeypatch):
+    monkeypatch.setattr(batches, "FIT_TOKENS", 4000)
+    used, held_out = make_batches(bert(), WordTokenizer(), given(), torch.Generator().manual_seed(0))
+    assert 3000 < sum(int(batch["attention_mask"].sum()) for part in (used, held_out) for batch in part) <= 4000
+    chunks = batches.chunks_of(given(), [100] * 20 + [300] * 3, (list(range(23)), []), 500)
+    assert [len(rows) for _, rows in chunks] == [5, 5, 5, 5, 1, 1, 1]
+
+
+def test_targets_count_for_the_length():
+    model = t5()
+    found = with_lengths(
+        given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config
+    )
+    assert found.whole_length > 200
+    short = with_lengths(calibration(), WordTokenizer(), model.config)
+    assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
+
+
+def test_the_command_averages_no_decoder_unless_it_is_named(tmp_path, capsys):
+    t5().save_pretrained(tmp_path / "t5")
+    line = ["convert", str(tmp_path / "t5"), "--num_key_value_heads", "2", "--output_dir", str(tmp_path / "out")]
+    assert main(line) == 2
+    said = capsys.readouterr().err
+    assert "--calibration_file" in said and "--method mean" in said and not (tmp_path / "out").exists()
+    assert main([*line, "--method", "mean"]) == 0
+    bert().save_pretrained(tmp_path / "bert")
+    assert main(["convert", str(tmp_path / "bert"), *line[2:-1], str(tmp_path / "encoder")]) == 0
+    assert json.loads((tmp_path / "encoder" / "config.json").read_text())["num_key_value_heads"] == 2
+
+
+def test_a_loss_on_whole_text_finds_what_cut_text_hides():
+    """A head that is wrong after the 64th token: the closing number on lines of 64 tokens would be 0."""
+    model = convert(
+        BERT.upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200), num_key_value_heads=4
+    ).eval()
+    cut = with_lengths(given(max_length=64), Masking(), model.config)
+    measured = whole_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
+    outputs = SourceOutputs(model, Masking(), cut, measured)
+    with torch.no_grad():
+        model.bert.embeddings.position_embeddings.weight[64:, 0].add_(50)
+    assert abs(outputs.compared_with(model).value) > 0.01
