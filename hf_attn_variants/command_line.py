@@ -33,6 +33,11 @@ HOSTS = (
 NEAR = 0.7
 
 
+def _expand_home(value: Any) -> Any:
+    """Return a value that begins with ~/ as a path in the user's home folder, and others unchanged."""
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 class _Once:
     """Of a flag's action: a second value does not take the place of the first in silence, as in argparse.
 
@@ -47,6 +52,8 @@ class _Once:
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
     ) -> None:
         action: Any = super()
+        # The shell leaves the ~ of --flag=~/path as it is.
+        values = [_expand_home(each) for each in values] if isinstance(values, list) else _expand_home(values)
         action.__call__(parser, namespace, values, flag)
         value = getattr(namespace, self.dest)
         is_second = self._parsed is not None and self._parsed[0] is namespace and self._parsed[1] != value

@@ -16,7 +16,8 @@ example:
 
 Reads all_results.json of each folder. A task's score is the mean of its official metrics (of MNLI, that of both dev
 sets); a model's average is the mean over the tasks. Scores are shown from 0 to 100, each as the mean over seeds and,
-of several, their standard deviation. Runs belong to one model where they began with the same --model_name_or_path."""
+of several, their standard deviation. Runs belong to one model if they began with the same --model_name_or_path. Two
+runs of one model on one task must have the same settings, except the seed."""
 
 TITLES = {"glue": "GLUE", "superglue": "SuperGLUE"}
 

@@ -19,6 +19,13 @@ BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
     GLUE: {name: task.metrics for name, task in TASKS.items() if task.eval_splits},
     SUPERGLUE: {name: task.metrics for name, task in SUPERGLUE_TASKS.items()},
 }
+# Arguments that two seeds of one model may differ in: they change neither the training nor the scores of the dev set.
+FREE_ARGUMENTS = frozenset(
+    "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
+    "resume_from_checkpoint with_tracking report_to disable_tqdm push_to_hub hub_model_id hub_private_repo hub_token "
+    "test_file test_source_file test_target_file skip_predict per_device_eval_batch_size "
+    "dataloader_num_workers".split()
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Run:
         score: on the dev set, from 0 to 1.
         rows: how many the dev set has.
         metrics: those whose mean the score is.
+        settings: the recorded settings of its training, except `FREE_ARGUMENTS`.
     """
 
     folder: Path
@@ -43,6 +51,7 @@ class Run:
     score: float
     rows: int | None = None
     metrics: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,8 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
 
     Raises:
         OSError, ValueError: if a folder is not there, results cannot be read, there is no run, two are of one task,
-            model and seed, or two of one task were scored on different rows or by different metrics.
+            model and seed, two of one task were scored on different rows or by different metrics, or two of one task
+            and model were trained with different settings.
     """
     runs: list[Run] = []
     left_out: dict[str, str] = {}
@@ -135,6 +145,7 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
             )
         seen[key] = run.folder
     _check_alike(runs)
+    _check_settings(runs)
     return runs, left_out
 
 
@@ -148,6 +159,20 @@ def _check_alike(runs: Sequence[Run]) -> None:
                 raise ValueError(
                     f"{first.folder} and {run.folder} are both of {run.benchmark} {run.task}, and their {what} differ "
                     f"({_shown(one)} and {_shown(other)}): evaluate both on one dev set, or give one of them"
+                )
+
+
+def _check_settings(runs: Sequence[Run]) -> None:
+    """Check that runs of one model on one task, which count as its seeds, were trained with the same settings."""
+    firsts: dict[tuple[str, str, str], Run] = {}
+    for run in runs:
+        first = firsts.setdefault((run.benchmark, run.task, run.model), run)
+        for name in sorted(first.settings.keys() & run.settings.keys()):
+            one, other = first.settings[name], run.settings[name]
+            if one != other:
+                raise ValueError(
+                    f"{first.folder} and {run.folder} are not two seeds of one model: `{name}` is {one!r} in the "
+                    f"first and {other!r} in the second. Average runs that differ in the seed only."
                 )
 
 
@@ -177,7 +202,10 @@ def _run(folder: Path) -> Run | str:
         raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
     metrics = BENCHMARKS[benchmark][task]
     score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
-    return Run(folder, benchmark, task, model, seed, score, results.get("eval_samples"), names)
+    settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
+    if "train_samples" in results:
+        settings["train_samples"] = results["train_samples"]
+    return Run(folder, benchmark, task, model, seed, score, results.get("eval_samples"), names, settings)
 
 
 def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:

@@ -31,6 +31,7 @@ from .counting import (
     kv_cache_bytes,
     kv_cache_bytes_per_token,
     largest_batch,
+    untie_head,
 )
 from .talking_places import places_of_stacks, talking_parts
 
@@ -258,7 +259,7 @@ def cost_table(
     for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
-            model = model_class(made)
+            model = untie_head(model_class(made), config)
         is_current = _values(made) == _values(current)
         what = (variant_name(made, field), fields, is_current, _convertible(current, made))
         rows.append(VariantCost(*what, **_costs(model, sizes, batch_size, memory)))

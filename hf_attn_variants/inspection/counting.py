@@ -5,6 +5,7 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "kv_cache_bytes_per_token",
     "largest_batch",
     "runs_once_a_sequence",
+    "untie_head",
 ]
 
 # Bytes of a number of a kernel's state, at least: sums are in float32 under half precision too.
@@ -54,6 +56,17 @@ def check_sizes(**sizes: int | None) -> None:
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1; got {value}.")
+
+
+def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnVariantModelMixin:
+    """Give a model's output embeddings a weight of their own if its config.json says so, and return the model.
+
+    T5's configuration class sets `tie_word_embeddings` to True, and the weight file decides whether the head is tied.
+    """
+    head = model.get_output_embeddings()
+    if head is not None and model.config.tie_word_embeddings and config.get("tie_word_embeddings") is False:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+    return model
 
 
 def itemsize_of(dtype: str) -> int:

@@ -556,3 +556,14 @@ def test_a_folder_that_is_not_empty_is_refused_before_imports_that_take_seconds(
     (tmp_path / "a").touch()
     assert cli.main([*command, "--model_name_or_path", "somewhere", "--output_dir", str(tmp_path)]) == 2
     assert "is not empty; give a new one or empty it" in capsys.readouterr().err
+
+
+def test_a_home_folder_behind_an_equals_sign_is_expanded(monkeypatch):
+    from hf_attn_variants.command_line import CommandParser
+
+    monkeypatch.setenv("HOME", "/somewhere")
+    parser = CommandParser()
+    parser.add_argument("--output_dir")
+    parser.add_argument("--train_file", nargs="+")
+    args = parser.parse_args(["--output_dir=~/o", "--train_file", "~/a.csv", "b~/c.csv"])
+    assert (args.output_dir, args.train_file) == ("/somewhere/o", ["/somewhere/a.csv", "b~/c.csv"])

@@ -414,3 +414,13 @@ def test_heads_with_parameters_of_their_own_are_not_converted(fields):
     config = BERT.config("gqa", "BertModel", **fields).to_dict()
     table = cost_table(config)
     assert [row.convertible for row in table.rows] == [row.current for row in table.rows] and table.current.current
+
+
+@pytest.mark.parametrize(("model_type", "head"), [("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5")])
+def test_an_untied_head_is_counted(model_type, head):
+    sizes = {"vocab_size": 100, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1}
+    config = {"model_type": model_type, "architectures": [f"{head}ForConditionalGeneration"], **sizes}
+    tied, untied = (
+        cost_table({**config, "tie_word_embeddings": tie}, "x").current.parameters for tie in (True, False)
+    )
+    assert untied - tied == 100 * 16

@@ -136,3 +136,26 @@ def test_runs_of_other_rows_or_metrics_are_not_averaged(write):
     sets = [write(f"mnli{n}", "mnli", n, accuracy=0.8, samples=9, **(second if n == 1 else {})) for n in (1, 2)]
     with pytest.raises(ValueError, match=r"metrics differ \(eval_accuracy, eval_accuracy_mm and eval_accuracy\)"):
         average(*sets)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("learning_rate", (1e-5, 5e-5)), ("num_train_epochs", (1.0, 3.0)), ("max_train_samples", (None, 100))],
+)
+def test_runs_with_different_settings_are_not_seeds_of_one_model(write, name, values):
+    folders = [
+        write(
+            f"rte{seed}", "rte", seed, accuracy=0.6, arguments={name: value, "output_dir": f"./{seed}", "seed": seed}
+        )
+        for seed, value in enumerate(values)
+    ]
+    with pytest.raises(ValueError, match=f"rte0.*rte1.*`{name}` is {values[0]} .* {values[1]} "):
+        average(*folders)
+
+
+def test_seeds_may_differ_in_their_output_folders(write):
+    folders = [
+        write(f"rte{seed}", "rte", seed, accuracy=0.6, arguments={"output_dir": f"./{seed}", "seed": seed})
+        for seed in (1, 2)
+    ]
+    assert average(*folders)["glue"][0]["average"]["seeds"] == [1, 2]

@@ -143,3 +143,9 @@ def test_warmup_ratio_and_its_limits():
         create_scheduler(optimizer, replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=8)
     with pytest.raises(ValueError, match="do not fit linear"):
         create_scheduler(optimizer, replace(SETTINGS, lr_scheduler_kwargs={"x": 1}), total_steps=8)
+
+
+def test_a_run_without_steps_has_no_warmup():
+    from hf_attn_variants.training.engine.optimization import warmup_steps
+
+    assert warmup_steps(replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=0) == 0

@@ -83,6 +83,8 @@ def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     warmup = settings.num_warmup_steps
     if warmup is None:
         warmup = math.ceil(settings.warmup_ratio * total_steps)
+    if total_steps == 0:  # a run that only evaluates
+        return 0
     if warmup > total_steps:
         raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
     return warmup
