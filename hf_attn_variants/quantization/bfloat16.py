@@ -3,15 +3,13 @@
 import copy
 import functools
 import logging
-import math
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from .kept_maps import is_named
+from .timing import least_seconds
 
 __all__ = ["make_bfloat16", "times_as_long"]
 
@@ -21,7 +19,6 @@ logger = logging.getLogger(f"transformers.{__name__}")
 ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
 # Less than this is the clock's.
 SLOWER = 1.1
-TIMES = 5
 
 
 def make_bfloat16(model: PreTrainedModel) -> None:
@@ -82,17 +79,6 @@ def times_as_long(threads: int) -> dict[str, float]:
             for dtype in (torch.float32, torch.bfloat16)
         ]
         with torch.no_grad():
-            whole, half = _least_seconds(*(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs))
+            whole, half = least_seconds(*(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs))
         ratios[what] = half / whole
     return ratios
-
-
-def _least_seconds(*works: Callable[[], Any]) -> list[float]:
-    """Return the least time of each of some works, which take turns."""
-    least = [math.inf] * len(works)
-    for _ in range(TIMES + 1):  # the first time is among them, and is never the least
-        for number, work in enumerate(works):
-            start = time.perf_counter()
-            work()
-            least[number] = min(least[number], time.perf_counter() - start)
-    return least

@@ -6,13 +6,16 @@ from typing import Any
 import torch
 
 from .processor import processor_has
+from .timing import least_seconds
 
-__all__ = ["Bfloat16Weight", "has_bfloat16"]
+__all__ = ["Bfloat16Weight", "has_bfloat16", "has_fast_bfloat16"]
 
 # The names that processors have for products of bfloat16.
 BFLOAT16 = ("amx_bf16", "avx512_bf16")
 # The layout is for so many rows; it costs other numbers of rows nothing (torch 2.13, AMX: 1 to 2048).
 ROWS = 16
+# A product that takes this many times as long as in float32 runs a reference kernel, whatever the noise of the clock.
+SLOW_KERNEL = 2.0
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
 
@@ -65,3 +68,18 @@ def has_bfloat16() -> bool:
     except (RuntimeError, TypeError):
         return False
     return torch.equal(made, numbers @ numbers.t()) and torch.equal(kept, numbers)
+
+
+@functools.cache
+@torch.autocast("cpu", enabled=False)
+@torch.no_grad()
+def has_fast_bfloat16() -> bool:
+    """Return whether a product in bfloat16 is correct here and does not run a slow reference kernel."""
+    if not has_bfloat16():
+        return False
+    states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
+    packed = Bfloat16Weight.rounded(weight)
+    float32, bfloat16 = least_seconds(
+        lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
+    )
+    return bfloat16 < SLOW_KERNEL * float32

@@ -1,56 +1,57 @@
-"""A product with an int8 weight: the one place that knows how torch multiplies by int8 on a CPU.
+"""Products with an int8 weight on a CPU, by the operators of torch.
 
-A weight has a scale for each of its rows. The inputs of a call are rounded as it comes, each token by its own largest
-number, so that one large token leaves the others their precision. Sums are int32, outputs float32. There are two ways:
+A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of a
+call are rounded as they come, each token by its own largest magnitude: x = step * n, with integers n. So
 
-- `EngineProduct`: FBGEMM's operator on x86, QNNPACK's on ARM. Without VNNI it is the one of torch's ways that gains
-  anything in a step of decoding (torch 2.13, AVX2, 1 to 256 rows): `_int_mm`, which torchao calls, is many times
-  slower than float32, and oneDNN's is faster for many rows alone.
-- `OneDnnProduct`, for `MANY_ROWS` or more where the processor adds products of 8 bits in 32 (VNNI, AMX). With 512 rows
-  it takes half of the first's time (torch 2.13, AVX-512 and AMX); with fewer than 16 it takes longer.
+    W x = scales * step * (N n)
+
+where N n is an exact sum in int32. Several operators of torch compute this sum, and all paths below return the same
+bits. Which of them is fast depends on the processor and on the number of tokens, and the slow ones can be hundreds of
+times slower than float32. Therefore the paths are checked and timed once per process, and `path_for` returns the
+fastest correct one.
 """
 
+import bisect
 import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .processor import processor_has
+from .timing import least_seconds
 
-__all__ = ["LARGEST", "Int8Weight", "check_engine", "has_vnni"]
+__all__ = ["LARGEST", "Int8Weight", "Plan", "check_engine", "current_plan", "has_vnni", "round_inputs"]
 
-# Numbers are symmetric about zero; -128 has no counterpart.
+# Weights are symmetric about zero; -128 has no counterpart.
 LARGEST = 127
-# The engine that keeps 8 bits of the inputs on every processor.
-EIGHT_BITS = "qnnpack"
-# What a token of zeros is divided by.
-TINY = 1e-30
-# FBGEMM's operator knows no step of its inputs below 6.1e-5, which a token of small numbers needs: a token that comes
-# alone is multiplied by this, and all weights are divided by it. A power of two rounds nothing.
-LIFT = 2.0**10
-MANY_ROWS = 16
-# Inputs that a thread rounds at a time: a megabyte, which a processor's second cache holds with what is made of it.
+# The largest magnitude of a rounded input, by its number of bits. Without VNNI, FBGEMM adds two products in 16 bits,
+# which only 7 bits of the inputs fit into.
+LEVELS = {8: 127, 7: 63}
+# The fewest rows of the classes that a path is chosen for.
+ROWS = (1, 16, 64, 256, 1024)
+# The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
+TIMED_SHAPE = (512, 512)
+# A path that takes this many times as long as another one runs a reference kernel, whatever the noise of the clock.
+REFERENCE_KERNEL = 4.0
+# Another path is taken for more rows only if it gains this much: a weight is packed once per path.
+GAIN = 0.9
+# The number of inputs that a thread rounds at a time. A megabyte fits into the second-level cache with its results.
 BLOCK_NUMBERS = 2**18
-# Of a weight that is rounded: an output layer may be as large as all other maps together, its quotients four times.
+# A weight is rounded this many rows at a time, because an output layer may be as large as all other layers together.
 ROWS_AT_ONCE = 1024
-# The names that processors and torch have for it; AMX has it for tiles.
-VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 _linear_dynamic: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic", None), "default", None)
 _qlinear: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "default", None)
 
 
 class Int8Weight:
-    """A weight W [out, in], packed for few rows, for many, or both: each when it is first asked for.
-
-    Most maps meet one of the two: an encoder's many, those of a decoder that writes a sentence or two few.
+    """An int8 weight W [out, in], packed for a path when a call first takes that path.
 
     Args:
-        weight: int8, of at most 127 in magnitude [out, in].
-        scales: what each row is multiplied by, float32 [out].
+        weight: int8 numbers of at most 127 in magnitude [out, in].
+        scales: the factor of each row, float32 [out].
     """
 
     dtype = torch.int8
@@ -58,11 +59,11 @@ class Int8Weight:
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
         self.numbers: Callable[[], torch.Tensor] = lambda: weight  # int8 [out, in]
         self._scales, self._in_features = scales, weight.shape[1]
-        self._packed: dict[type, EngineProduct | OneDnnProduct] = {}
+        self._packed: dict[type[Product], Product] = {}
 
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> "Int8Weight":
-        """Return the nearest to a weight of float32 [out, in]."""
+        """Return the int8 weight that is nearest to a float32 weight [out, in]."""
         numbers, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
         parts = (each.split(ROWS_AT_ONCE) for each in (weight, numbers, scales))
         for rows, into, scale in zip(*parts, strict=True):
@@ -72,16 +73,16 @@ class Int8Weight:
         return cls(numbers, scales)
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
-        is_many = states.numel() >= MANY_ROWS * self._in_features
-        kind = OneDnnProduct if is_many and has_vnni() else EngineProduct
-        if (packed := self._packed.get(kind)) is None:
-            packed = self._packed[kind] = kind(self.numbers(), self._scales)
-            self.numbers = packed.numbers  # no other copy is kept
-        return packed(states, bias)
+        """Return W x + b [..., out] for float32 states x [..., in] of two dimensions or more."""
+        plan = current_plan()
+        path = plan.path_for(states.numel() // self._in_features)
+        if (packed := self._packed.get(path)) is None:
+            packed = self._packed[path] = path(self.numbers(), self._scales)
+            self.numbers = packed.numbers  # the packed weight replaces the unpacked one
+        return packed(states, bias, plan.bits)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the arguments that it was made of."""
+        """Return the arguments that this weight can be made of again."""
         return {"weight": self.numbers(), "scales": self._scales}
 
     def whole(self) -> torch.Tensor:
@@ -89,147 +90,281 @@ class Int8Weight:
         return self.numbers() * self._scales[:, None]
 
 
-@functools.cache
-def has_vnni() -> bool:
-    """Say whether this processor adds products of int8 in 32 bits, and torch's oneDNN makes use of it.
+class Product:
+    """A path: a weight packed for one operator of torch, and the call of this operator.
 
-    Elsewhere oneDNN adds two of them in 16 bits, where large ones overflow.
+    Args:
+        numbers: N, int8 [out, in].
+        scales: the factor of each row, float32 [out].
     """
-    if _qlinear is None or not torch.backends.mkldnn.is_available() or not processor_has(*VNNI):
-        return False
-    # What torch calls by this name has changed before: it must be the product.
-    try:
-        return _is_right(OneDnnProduct)
-    except (RuntimeError, TypeError):
-        return False
+
+    name: ClassVar[str]
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        raise TypeError("Use a subclass.")
+
+    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
+        """Return W x + b [..., out] for states x [..., in], which are rounded to `bits` bits."""
+        numbers, step = round_inputs(states, LEVELS[bits])
+        made = self.multiply(numbers, bits)
+        return made.mul_(step) if bias is None else torch.addcmul(bias, made, step, out=made)
+
+    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+        """Return scales * (N n), float32 [..., out], for int8 numbers n [..., in] that may be overwritten."""
+        raise TypeError("Use a subclass.")
+
+    def numbers(self) -> torch.Tensor:
+        """Return N, int8 [out, in], from the packed weight."""
+        raise TypeError("Use a subclass.")
 
 
-@functools.cache
-def _keeps_8_bits(engine: str) -> bool:
-    """Say whether torch's quantized engine of a name adds products of 8 bits in 32 on this processor.
+class EngineProduct(Product):
+    """torch's dynamic quantized operator: QNNPACK's on ARM.
 
-    FBGEMM does so with `avx512_vnni`, and has nothing for other processors' VNNI.
+    The operator chooses one scale and zero point for all inputs from their range. An extra row that spans the whole
+    range makes the scale 1 and keeps the numbers as they are.
     """
-    return engine == EIGHT_BITS or _is_right(functools.partial(EngineProduct, reduces_range=False))
+
+    name = "torch.ops.quantized.linear_dynamic"
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        zeros = torch.zeros_like(scales, dtype=torch.long)
+        with _without_deprecation_warnings():
+            # `quantize_per_channel` would round the numbers again, from twelve bytes for each.
+            weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
+            self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
+        self._out_features = len(scales)
+
+    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+        size = numbers.shape[-1]
+        padded = torch.zeros(numbers.numel() // size + 1, size)
+        padded[:-1] = numbers.view(-1, size)
+        padded[-1, 0], padded[-1, -1] = -LEVELS[bits] - 1, LEVELS[bits]
+        made: torch.Tensor = _linear_dynamic(padded, self._packed, bits == 7)
+        return made[:-1].view(*numbers.shape[:-1], self._out_features)
+
+    def numbers(self) -> torch.Tensor:
+        with _without_deprecation_warnings():
+            return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
 
 
-@torch.autocast("cpu", enabled=False)  # what it compares with is a product of float32
-def _is_right(make: Callable[..., Any]) -> bool:
-    """Say whether a product of the largest numbers comes out, which overflows in 16 bits."""
-    numbers = torch.full((2, 64), LARGEST, dtype=torch.float32, device="cpu")
-    numbers[1, ::2] *= -1
-    product = make(numbers.to(torch.int8), torch.ones(2, dtype=torch.float32, device="cpu"))
-    right = numbers @ numbers.t()
-    return all(
-        torch.allclose(product(numbers[rows], None), right[rows], rtol=0.02, atol=0.02 * float(right.max()))
-        for rows in (slice(0, 1), slice(1, 2), slice(0, 2))
-    )
+# One call of TorchScript instead of seven calls from Python: these take longer than the product of a few tokens.
+# Many tokens go through in blocks, because the rounded copies of all of them would not fit into the cache.
+FBGEMM_SOURCE = """
+def product(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase, bias: Optional[Tensor],
+            level: int) -> Tensor:
+    numbers = torch.abs(states)
+    step = torch.amax(numbers, [-1], True).div_(level)
+    torch.div(states, step, out=numbers).round_()
+    made = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(numbers, 1.0, level + 1, packed)
+    if bias is None:
+        return made.mul_(step)
+    return torch.addcmul(bias, made, step, out=made)
+
+def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase,
+                      bias: Optional[Tensor], level: int, rows: int, out_features: int) -> Tensor:
+    made = torch.empty([states.size(0), out_features])
+    first = 0
+    for block in states.split(rows):
+        made[first:first + rows] = product(block, packed, bias, level)
+        first += rows
+    return made
+"""
 
 
-class OneDnnProduct:
-    """By `torch.ops.onednn.qlinear_pointwise`. Inputs have 8 bits; what a token makes depends on no other."""
+class FbgemmProduct(EngineProduct):
+    """FBGEMM's operator for inputs with a known scale, which rounds them itself: the fastest one for few tokens."""
+
+    name = "FBGEMM"
+
+    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
+        functions, rows = _fbgemm_functions(), _rows_at_once(states.shape[-1])
+        if states.numel() <= rows * states.shape[-1]:
+            made: torch.Tensor = functions.product(states, self._packed, bias, LEVELS[bits])
+            return made
+        made = functions.product_in_blocks(
+            states.reshape(-1, states.shape[-1]), self._packed, bias, LEVELS[bits], rows, self._out_features
+        )
+        return made.view(*states.shape[:-1], self._out_features)
+
+
+class OneDnnProduct(Product):
+    """oneDNN's operator with unsigned inputs n + 2^(bits - 1), which VNNI multiplies: the fastest for many tokens."""
+
+    name = "oneDNN, unsigned inputs"
 
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         weight = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
         self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
 
-    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        numbers, step = _divided(states, self._round, torch.int8)
-        made = _qlinear(numbers, 1.0, 0, *self._packed, None, 1.0, 0, torch.float32, "none", [], "")
-        return _scaled(made, step, bias)
+    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+        zero_point = LEVELS[bits] + 1
+        return self._multiply(numbers.view(torch.uint8).add_(zero_point), zero_point)
 
-    @staticmethod
-    def _round(states: torch.Tensor, numbers: torch.Tensor, step: torch.Tensor) -> None:
-        # `amax` takes a ninth of the time of `vector_norm`. A token of zeros makes 0 / 0, then anything times 0.
-        torch.amax(states.abs(), -1, keepdim=True, out=step).div_(LARGEST)
-        numbers.copy_((states / step).round_())
+    def _multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+        made: torch.Tensor = _qlinear(
+            numbers, 1.0, zero_point, *self._packed, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return made
 
     def numbers(self) -> torch.Tensor:
         return self._packed[0].to_dense().t().contiguous()
 
 
-class EngineProduct:
-    """By torch's quantized engine.
+class OneDnnSignedProduct(OneDnnProduct):
+    """oneDNN's operator with signed inputs, which AMX multiplies. Other processors run a reference kernel."""
 
-    The operator gives all inputs of a call one scale and zero point, so each token is divided by its largest number
-    before. A token that comes alone, as in a greedy step of one sentence, has the scale for itself. Without
-    `avx512_vnni` two products are added in 16 bits on x86, so inputs have 7 bits there, as in `torch.ao`. The operator
-    asks for a tensor of a dtype (qint8) that torch means to remove.
-    """
+    name = "oneDNN, signed inputs"
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, reduces_range: bool | None = None) -> None:
-        scales, zeros = scales.double() / LIFT, torch.zeros_like(scales, dtype=torch.long)
-        with _deprecations_kept_quiet():
-            # From the numbers as they are. `quantize_per_channel` would round them anew, from twelve bytes for each.
-            weight = torch._make_per_channel_quantized_tensor(numbers, scales, zeros, 0)
-            self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
-        engine = torch.backends.quantized.engine
-        self._reduces_range = not _keeps_8_bits(engine) if reduces_range is None else reduces_range
-        self._in_features = numbers.shape[1]
-
-    def __call__(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if states.numel() == self._in_features:
-            made = _linear_dynamic(states * LIFT, self._packed, self._reduces_range)
-            return made if bias is None else made.add_(bias)
-        numbers, largest = _divided(states, self._divide, states.dtype)
-        made = _linear_dynamic(numbers, self._packed, self._reduces_range)
-        return _scaled(made, largest.mul_(LIFT), bias)
-
-    @staticmethod
-    def _divide(states: torch.Tensor, numbers: torch.Tensor, largest: torch.Tensor) -> None:
-        torch.amax(states.abs(), -1, keepdim=True, out=largest).clamp_(min=TINY)
-        torch.div(states, largest, out=numbers)
-
-    def numbers(self) -> torch.Tensor:
-        with _deprecations_kept_quiet():
-            return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+        return self._multiply(numbers, 0)
 
 
-def _divided(
-    states: torch.Tensor, divide: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states [..., in] divided token by token, in a dtype, and by what [..., 1].
+PATHS: tuple[type[Product], ...] = (FbgemmProduct, OneDnnProduct, OneDnnSignedProduct, EngineProduct)
 
-    Many tokens go block by block. What is made on the way would be several times as large as the states; it would come
-    from memory again and, with glibc as it is, cost a page fault for each of its pages.
+
+class Plan(NamedTuple):
+    """The number of bits of the inputs, and the path for each number of rows.
 
     Args:
-        divide: takes states, and writes what they become and what they were divided by.
+        bits: 8, or 7 where no fast operator of this processor takes 8.
+        paths: the path for each entry of `ROWS`.
+    """
+
+    bits: int
+    paths: tuple[type[Product], ...]
+
+    def path_for(self, rows: int) -> type[Product]:
+        """Return the path for inputs of a number of rows."""
+        return self.paths[max(0, bisect.bisect_right(ROWS, rows) - 1)]
+
+    def __str__(self) -> str:
+        """Name each path with the fewest tokens that it is taken for."""
+        names = {
+            path: f"{path.name} from {first} tokens" for first, path in zip(ROWS[::-1], self.paths[::-1], strict=True)
+        }
+        return ", ".join(list(names.values())[::-1]).replace(" from 1 tokens", "")
+
+
+def current_plan() -> Plan:
+    """Return the plan for torch's engine and number of threads; the first call of a process times the paths."""
+    return _plan(torch.backends.quantized.engine, torch.get_num_threads())
+
+
+def has_vnni() -> bool:
+    """Return whether an operator of torch multiplies inputs of 8 bits at full speed on this processor."""
+    return current_plan().bits == 8
+
+
+@functools.cache
+@torch.autocast("cpu", enabled=False)
+@torch.no_grad()
+def _plan(engine: str, threads: int) -> Plan:
+    bits = _input_bits(engine)
+    paths, taken = _correct_paths(engine, bits), list[type[Product]]()
+    for rows in ROWS:
+        seconds = dict(zip(paths, least_seconds(*(_timed_call(path, bits, rows) for path in paths)), strict=True))
+        paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL * min(seconds.values()))
+        fastest = min(paths, key=lambda path: seconds[path])
+        if taken and taken[-1] in paths and seconds[fastest] > GAIN * seconds[taken[-1]]:
+            fastest = taken[-1]
+        taken.append(fastest)
+    return Plan(bits, tuple(taken))
+
+
+@functools.cache
+def _input_bits(engine: str) -> int:
+    """Return 8, unless a correct path of 7 bits is several times faster (on x86 without VNNI)."""
+    least = {}
+    for bits in LEVELS:
+        if paths := _correct_paths(engine, bits):
+            least[bits] = min(least_seconds(*(_timed_call(path, bits, ROWS[0]) for path in paths), times=1))
+    return 8 if least.get(8, float("inf")) < REFERENCE_KERNEL * least.get(7, float("inf")) else 7
+
+
+@functools.cache
+def _correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
+    return tuple(path for path in PATHS if _is_correct(path, bits))
+
+
+def _is_correct(path: type[Product], bits: int) -> bool:
+    """Check a path with the largest numbers, whose sums overflow in 16 bits.
+
+    torch keeps these operators for its own use, so a release may change or remove one of them.
+    """
+    level = LEVELS[bits]
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.full((2, 64), LARGEST, dtype=torch.int8)
+    numbers[1, ::2] *= -1
+    numbers = torch.cat(
+        [numbers, torch.randint(-LARGEST, LARGEST + 1, (30, 64), generator=generator, dtype=torch.int8)]
+    )
+    states = (numbers.double() / LARGEST * level).round().float()
+    states[:, 0] = level  # so that the step is 1
+    right = (states.double() @ numbers.double().t()).float()
+    try:
+        product = path(numbers, torch.ones(len(numbers)))
+        return all(
+            torch.equal(product(rows, None, bits), right[: len(rows)]) for rows in (states[:1], states[:2], states)
+        )
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+
+
+def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = Int8Weight.rounded(torch.randn(TIMED_SHAPE, generator=generator))
+    product = path(weight.numbers(), weight._scales)
+    states, bias = torch.randn(rows, TIMED_SHAPE[1], generator=generator), torch.zeros(TIMED_SHAPE[0])
+    return lambda: product(states, bias, bits)
+
+
+@functools.cache
+def _fbgemm_functions() -> Any:
+    return torch.jit.CompilationUnit(FBGEMM_SOURCE)
+
+
+def _rows_at_once(size: int) -> int:
+    return max(1, BLOCK_NUMBERS * torch.get_num_threads() // size)
+
+
+def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the int8 numbers [..., in] of states, each token divided by its step, and the steps [..., 1].
+
+    Many tokens go block by block. The temporary results of all of them would be several times as large as the states;
+    they would not fit into the cache, and with glibc's default allocator they cost a page fault per page.
+
+    A token of zeros has step 0: its numbers are arbitrary and their product is multiplied by 0. A token with a NaN has
+    the step NaN, and so has its product.
     """
     size = states.shape[-1]
-    numbers = torch.empty(states.shape, dtype=dtype, device=states.device)
-    divisors = states.new_empty(*states.shape[:-1], 1)
-    rows = max(1, BLOCK_NUMBERS * torch.get_num_threads() // size)
-    if states.numel() <= rows * size:
-        divide(states, numbers, divisors)
-        return numbers, divisors
-    parts = states.reshape(-1, size), numbers.view(-1, size), divisors.view(-1, 1)
-    for block in zip(*(each.split(rows) for each in parts), strict=True):
-        divide(*block)
-    return numbers, divisors
-
-
-def _scaled(made: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return made.mul_(largest) if bias is None else torch.addcmul(bias, made, largest, out=made)
+    numbers = torch.empty(states.shape, dtype=torch.int8)
+    steps = states.new_empty(*states.shape[:-1], 1)
+    parts = states.reshape(-1, size), numbers.view(-1, size), steps.view(-1, 1)
+    for block, into, step in zip(*(each.split(_rows_at_once(size)) for each in parts), strict=True):
+        rounded = block.abs()
+        torch.amax(rounded, -1, keepdim=True, out=step).div_(level)
+        into.copy_(torch.div(block, step, out=rounded).round_())
+    return numbers, steps
 
 
 def check_engine() -> None:
     """Check that torch multiplies by int8 on this processor.
 
     Raises:
-        ValueError: where it does not.
+        ValueError: if it does not.
     """
     engine = torch.backends.quantized.engine
-    if engine == "none" or _linear_dynamic is None or not hasattr(torch, "qint8"):
+    if not any(_correct_paths(engine, bits) for bits in LEVELS):
         raise ValueError(
             f"torch {torch.__version__} has no int8 products for this processor "
-            f'(`torch.backends.quantized.engine` is "{engine}"): `quantize(model, "bfloat16")` needs none.'
+            f'(`torch.backends.quantized.engine` is "{engine}"). Use `quantize(model, "bfloat16")`, which needs none.'
         )
 
 
 @contextmanager
-def _deprecations_kept_quiet() -> Iterator[None]:
-    # torch 2.13 says so of each such tensor, which a user could do nothing about.
+def _without_deprecation_warnings() -> Iterator[None]:
+    # torch 2.13 warns about each such tensor, and a user can do nothing about it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*torch\.quantize_per_", category=UserWarning)
         yield

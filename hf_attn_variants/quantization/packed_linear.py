@@ -2,15 +2,18 @@
 
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from .bfloat16_weight import Bfloat16Weight
 from .int8_weight import Int8Weight
 
-__all__ = ["Bfloat16Linear", "Int8Linear", "PackedLinear"]
+__all__ = ["Bfloat16Linear", "Int8Linear", "PackedLinear", "recorded_reads"]
 
 
 # The maps that there are, by numbers that none had before.
@@ -23,6 +26,15 @@ def _registered(linear: "PackedLinear") -> torch.Tensor:
     key = next(_keys)
     _linears[key] = linear
     return torch.tensor(key, device="cpu")
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _from_array(array: np.ndarray) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 class PackedLinear(nn.Module):
@@ -56,12 +68,12 @@ class PackedLinear(nn.Module):
                 f"{self} computes on a CPU and without gradients; its inputs "
                 + ("record gradients." if states.is_cpu else f"are on {states.device}.")
             )
-        if states.dtype != torch.float32 or states.dim() < 2:
-            made = self._product(states.float().reshape(-1, self.in_features))
-            made = made.view(*states.shape[:-1], self.out_features)
-        else:
+        if states.dtype == torch.float32 and states.dim() >= 2:
             made = self._product(states)
-        return made.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else states.dtype)
+        else:
+            made = self._product(states.float().reshape(-1, self.in_features))
+            made = made.view(*states.shape[:-1], self.out_features).to(states.dtype)
+        return made.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else made
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -94,14 +106,14 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self._dtype_name()}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy, or a pickle, which packs anew for its processor.
-        return {name: value for name, value in vars(self).items() if name != "_key"} | {
-            "_weight": self._weight.tensors()
-        }
+        # A copy or a pickle packs again, for its own processor. The numbers are arrays, because torch's
+        # multiprocessing sends a tensor as a file descriptor, and these tensors would be gone before it is opened.
+        arrays = {name: _to_array(tensor) for name, tensor in self._weight.tensors().items()}
+        return {name: value for name, value in vars(self).items() if name != "_key"} | {"_weight": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._weight = self.kind(**state["_weight"])
+        self._weight = self.kind(**{name: _from_array(array) for name, array in state["_weight"].items()})
         self._key = _registered(self)
 
     def _dtype_name(self) -> str:
@@ -166,3 +178,29 @@ class Bfloat16Linear(PackedLinear):
     """A map in bfloat16 (`bfloat16_weight.py`)."""
 
     kind = Bfloat16Weight
+
+
+@contextmanager
+def recorded_reads() -> Iterator[list[PackedLinear]]:
+    """Record the packed layers whose `weight` or `bias` is read inside the block, in the order of the reads.
+
+    Code that reads the weight of a layer instead of calling the layer fails on a packed one, where `weight` is a
+    method. The last read before the failure is the cause.
+    """
+    reads: list[PackedLinear] = []
+
+    def recorder(method: Any) -> property:
+        def read(linear: PackedLinear) -> Any:
+            reads.append(linear)
+            return method.__get__(linear)
+
+        return property(read)
+
+    methods = {name: vars(PackedLinear)[name] for name in ("weight", "bias")}
+    for name, method in methods.items():
+        setattr(PackedLinear, name, recorder(method))
+    try:
+        yield reads
+    finally:
+        for name, method in methods.items():
+            setattr(PackedLinear, name, method)

@@ -1,6 +1,11 @@
 """`quantize`: a live model with int8 linear maps, or in bfloat16, for a CPU."""
 
+import functools
+import logging
+import math
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -9,42 +14,53 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..instance_attributes import InstanceMethod
-from .bfloat16 import make_bfloat16
-from .bfloat16_weight import has_bfloat16
-from .int8_weight import check_engine
-from .kept_maps import LEAST_WEIGHTS, bfloat16_maps, int8_maps
-from .packed_linear import Bfloat16Linear, Int8Linear, PackedLinear
+from .bfloat16 import ROWS, make_bfloat16
+from .bfloat16_weight import has_fast_bfloat16
+from .int8_weight import check_engine, current_plan
+from .kept_maps import LEAST_WEIGHTS, MOST_ERROR, is_named, large_linears, make_example_inputs, rounding_errors
+from .packed_linear import Bfloat16Linear, Int8Linear, PackedLinear, recorded_reads
+from .timing import least_seconds
 
 __all__ = ["quantize"]
+
+logger = logging.getLogger(f"transformers.{__name__}")
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 DTYPES = ("int8", "bfloat16")
+# A step of few rows may take a little longer in int8 where a text takes half of the time.
+MUCH_SLOWER = 1.5
 # Where the classes of maps that a quantiser has made come from.
 QUANTISERS = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
 
 
-def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
-    """Give the linear maps of a live model int8 weights, or turn all of it into bfloat16, for a CPU.
+def quantize(model: Model, dtype: str | torch.dtype = "int8", example_inputs: dict[str, Any] | None = None) -> Model:
+    """Give the linear layers of a loaded model int8 weights, or turn the whole model into bfloat16, for a CPU.
 
-    In place and for good: `copy.deepcopy(model)` before keeps the float32. A variant of this package or any model of
-    transformers, whether it shares its memory (`share_memory`, which is best called before) or not.
+    The model is changed in place and cannot be changed back; `copy.deepcopy(model)` keeps the float32 model. It may be
+    a variant of this package or any model of Transformers. Call `share_memory` before `quantize` if you use both.
 
-    With int8 the weights have a scale a row, and the inputs of each call are rounded as they come: outputs depend a
-    little on what else is in the batch. T5's `wo`, of large inputs, becomes bfloat16 where the processor multiplies
-    it. Embeddings, norms, convolutions, relative positions and small maps stay in float32; so do maps whose weight an
-    attention reads itself, which makes keys and values needless (a latent's, and those of `share_memory` with the
-    encoder's outputs in its cache). The model computes no gradients from then on.
+    With int8, each weight has one scale per row, and each token of the inputs is rounded by its own largest number
+    when the layer is called. The model runs once on a small batch before it is changed. Layers whose inputs have
+    outliers become bfloat16 if the processor multiplies that, and stay in float32 otherwise. Embeddings, norms,
+    convolutions, relative positions and small layers stay in float32, and so do layers whose weight the model's code
+    reads instead of calling the layer. The model cannot be trained afterwards.
 
     Args:
-        model: in evaluation mode, of float32 numbers, on a CPU.
+        model: a float32 model in evaluation mode on a CPU.
         dtype: "int8" or "bfloat16".
+        example_inputs: keyword arguments for one call of the model, with real data if possible. By default, a random
+            batch is made from the configuration.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        ValueError: for a model that cannot, before anything of it is changed; the message says what it has.
+        ValueError: if the model cannot be quantized. The model is unchanged then.
+
+    Example:
+        >>> model = AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2").eval()
+        >>> quantize(model)
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -55,15 +71,14 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
         make_bfloat16(model)
         return model
     check_engine()
-    maps = int8_maps(model)
-    halves = bfloat16_maps(model) if has_bfloat16() else {}
-    _check_maps(model, maps, halves)
-    made: dict[int, PackedLinear] = {}
-    for cls, linears in ((Int8Linear, maps), (Bfloat16Linear, halves)):
-        made |= {id(linear): cls(linear) for linear in {id(each): each for each in linears.values()}.values()}
-    for path, linear in (maps | halves).items():
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[id(linear)])
+    linears = large_linears(model)
+    _check_linears(model, linears)
+    inputs, errors = _measured(model, linears, example_inputs)
+    made = _packed(model, linears, errors)
+    _replace(model, linears, made)
+    if inputs is not None:
+        _leave_read_linears(model, linears, made, inputs)
+    _report(model, linears, made)
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -74,6 +89,114 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
             if isinstance(module.get_output_embeddings(), PackedLinear):
                 vars(module).update(resize_token_embeddings=_refuse_to_resize, tie_weights=_refuse_to_tie)
     return model
+
+
+def _measured(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], example_inputs: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """Return inputs that the model runs on, and the rounding error of each layer; None if a guess does not run."""
+    if example_inputs is not None:
+        return example_inputs, rounding_errors(model, linears, example_inputs)
+    try:
+        inputs = make_example_inputs(model)
+        return inputs, rounding_errors(model, linears, inputs)
+    except Exception as error:  # whatever the code of a model raises for inputs that it was not made for
+        logger.warning(
+            "`quantize` could not run this %s on a random batch (%s: %s), so it has not measured which layers int8 "
+            "suits. Pass `example_inputs`, the keyword arguments of one call.",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
+    named = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return None, {path: math.inf for path in linears if is_named(path, named)}
+
+
+def _packed(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], errors: dict[str, float]
+) -> dict[int, PackedLinear]:
+    """Return the packed layer of each linear layer that gets one, by the id of the linear layer."""
+    float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    made: dict[int, PackedLinear] = {}
+    for path, linear in linears.items():
+        if id(linear) in made or is_named(path, float32):
+            continue
+        if errors.get(path, 0.0) <= MOST_ERROR:
+            made[id(linear)] = Int8Linear(linear)
+        elif has_fast_bfloat16():
+            made[id(linear)] = Bfloat16Linear(linear)
+    return made
+
+
+def _replace(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear]) -> None:
+    """Put the packed layers in their places, and the linear layers that have none in theirs."""
+    for path, linear in linears.items():
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, made.get(id(linear), linear))
+
+
+def _leave_read_linears(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear], inputs: dict[str, Any]
+) -> None:
+    """Run the model, and take back the packed layers whose weight its code reads.
+
+    Raises:
+        ValueError: if the model fails for another reason. The model is unchanged then.
+    """
+    while True:
+        with recorded_reads() as reads, torch.no_grad():
+            try:
+                model(**inputs)
+                return
+            except Exception as error:  # whatever reading the weight of a packed layer leads to
+                cause = reads[-1] if reads else None
+                places = {
+                    re.sub(r"\d+", "", path) for path, linear in linears.items() if made.get(id(linear)) is cause
+                }
+                if cause is None or not places:
+                    made.clear()
+                    _replace(model, linears, made)
+                    raise ValueError(
+                        f"This {type(model).__name__} does not run with int8 layers: {error}. The model is unchanged."
+                    ) from error
+        for path, linear in linears.items():
+            if re.sub(r"\d+", "", path) in places:
+                made.pop(id(linear), None)
+        _replace(model, linears, made)
+
+
+def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear]) -> None:
+    """Log what was done, and warn if an int8 layer is slower than a float32 one on this processor."""
+    kinds = Counter(type(packed).__name__ for packed in made.values())
+    logger.info(
+        "Quantized %d linear layers to int8 (inputs of %d bits, multiplied by %s) and %d to bfloat16; %d stay in "
+        "float32.",
+        kinds["Int8Linear"],
+        current_plan().bits,
+        current_plan(),
+        kinds["Bfloat16Linear"],
+        len({id(linear) for linear in linears.values()}) - len(made),
+    )
+    pairs = [(linear, made[id(linear)]) for linear in linears.values() if isinstance(made.get(id(linear)), Int8Linear)]
+    if not pairs:
+        return
+    common = Counter(linear.weight.shape for linear, _ in pairs).most_common(1)[0][0]
+    linear, packed = next(pair for pair in pairs if pair[0].weight.shape == common)
+    ratios = {}
+    for what, rows in ROWS.items():
+        states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            float32, int8 = least_seconds(functools.partial(linear, states), functools.partial(packed, states))
+        ratios[what] = int8 / float32
+    if min(ratios.values()) > 1 or max(ratios.values()) > MUCH_SLOWER:
+        figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
+        logger.warning(
+            "int8 is not faster than float32 on this processor for every call: a layer of %d x %d takes %s. The model "
+            "needs less memory.",
+            linear.out_features,
+            linear.in_features,
+            figures,
+        )
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -191,21 +314,21 @@ def _quantised(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield path, type(parameter).__name__
 
 
-def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear], halves: dict[str, nn.Linear]) -> None:
-    """Check that maps are no more than their weights, and that there are some.
+def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
+    """Check that there are linear layers to quantize, and that each is no more than its weight and bias.
 
     Raises:
-        ValueError: with what they have.
+        ValueError: if not.
     """
     for path, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ValueError(f"`{path}` is a {type(module).__name__} of peft: merge the adapter before.")
-    if not maps:
+    if not linears:
         raise ValueError(
-            f"This {type(model).__name__} has no linear map of {LEAST_WEIGHTS} weights or more, and smaller ones gain "
-            "nothing in int8."
+            f"This {type(model).__name__} has no linear layer of {LEAST_WEIGHTS} weights or more, and smaller "
+            "ones gain nothing in int8."
         )
-    for path, linear in (maps | halves).items():
+    for path, linear in linears.items():
         if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
             raise ValueError(
                 f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be "

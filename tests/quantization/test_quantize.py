@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import io
 import logging
 import pickle
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 import hf_attn_variants
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import bfloat16, int8_weight, kept_maps
-from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
+from hf_attn_variants.quantization.bfloat16_weight import has_fast_bfloat16
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
 from hf_attn_variants.shared_memory.known_attentions import cross_attentions
 
@@ -35,22 +36,35 @@ def kinds_of(model):
     return {path: type(module) for path, module in model.named_modules()}
 
 
-def test_it_is_in_place_and_the_model_stays_its_class():
+@pytest.fixture
+def outliers(monkeypatch):
+    """As if the inputs of T5's `wo` and of its output layer had outliers."""
+    module = importlib.import_module("hf_attn_variants.quantization.quantize")
+    measured = module.rounding_errors
+
+    def errors(model, linears, inputs):
+        found = measured(model, linears, inputs)
+        return found | {path: 2.0 for path in found if path.endswith((".wo", "lm_head"))}
+
+    monkeypatch.setattr(module, "rounding_errors", errors)
+
+
+def test_it_is_in_place_and_the_model_stays_its_class(outliers):
     model = tiny_model("t5")
     cls, embedding, norm = type(model), model.shared.weight, model.encoder.final_layer_norm.weight
     assert quantize(model) is model and type(model) is cls
     assert model.shared.weight is embedding and model.encoder.final_layer_norm.weight is norm
     feed_forward = model.encoder.block[0].layer[1].DenseReluDense
-    assert isinstance(model.lm_head, Int8Linear) and isinstance(feed_forward.wi, Int8Linear)
-    assert type(feed_forward.wo) is (Bfloat16Linear if has_bfloat16() else torch.nn.Linear)
+    assert isinstance(feed_forward.wi, Int8Linear)
+    for layer in (feed_forward.wo, model.lm_head):
+        assert type(layer) is (Bfloat16Linear if has_fast_bfloat16() else torch.nn.Linear)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.dtype == torch.float32 and not model.training
 
 
-def test_without_bfloat16_large_inputs_stay_in_float32(monkeypatch):
-    from hf_attn_variants.quantization import quantize as module
-
-    monkeypatch.setattr(module, "has_bfloat16", lambda: False)
+def test_without_bfloat16_layers_with_outliers_stay_in_float32(outliers, monkeypatch):
+    module = importlib.import_module("hf_attn_variants.quantization.quantize")
+    monkeypatch.setattr(module, "has_fast_bfloat16", lambda: False)
     model = quantize(tiny_model("t5"))
     for block in (*model.encoder.block, *model.decoder.block):
         assert type(block.layer[-1].DenseReluDense.wo) is torch.nn.Linear
@@ -235,27 +249,143 @@ def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_pa
 
 
 def test_maps_whose_weight_the_models_code_reads_stay():
-    """WavLM's attention, and Mamba's mixer, hand weights to a function: with int8 maps that was a TypeError."""
+    """WavLM's attention hands weights to a function, which fails with an int8 layer."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
     mamba = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
     sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_conv_pos_embeddings": 4}
     sizes |= {"num_conv_pos_embedding_groups": 2, "conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
     wavlm = WavLMModel(WavLMConfig(**sizes)).eval()
     for model, inputs, kept in (
-        (mamba, {"input_ids": torch.arange(8)[None]}, "backbone.layers.0.mixer.out_proj"),
+        (mamba, {"input_ids": torch.arange(8)[None]}, None),  # reads it on a GPU only
         (wavlm, {"input_values": torch.randn(1, 64)}, "encoder.layers.0.attention.q_proj"),
     ):
         with torch.no_grad():
             before = model(**inputs)[0]
             after = quantize(model)(**inputs)[0]
-        assert type(model.get_submodule(kept)) is torch.nn.Linear
+        assert kept is None or type(model.get_submodule(kept)) is torch.nn.Linear
         assert any(isinstance(module, Int8Linear) for module in model.modules())
         assert (after - before).norm() < 0.1 * before.norm()
 
 
+class ReadsWeights(transformers.BertPreTrainedModel):
+    """A BERT whose code reads the weights of layers instead of calling them, in three ways."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.top = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+        self.down = torch.nn.Linear(16, 16)
+        self.called = torch.nn.Linear(16, 16)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask):
+        states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        states = self.top(states, src_key_padding_mask=attention_mask == 0)
+        for layer in self.layers:
+            states = torch.nn.functional.linear(states, layer.weight, layer.bias)
+        return self.called(states @ self.get_submodule("down").weight)
+
+
+def small_bert(cls):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return cls(transformers.BertConfig(**sizes, intermediate_size=32)).eval()
+
+
+@torch.no_grad()
+def test_layers_whose_weights_are_read_in_other_ways_stay():
+    model, ids = small_bert(ReadsWeights), torch.arange(5, 14)[None]
+    mask = torch.ones_like(ids)
+    expected = model(ids, mask)
+    quantize(model)
+    assert (model(ids, mask) - expected).norm() < 0.05 * expected.norm()
+    assert isinstance(model.called, Int8Linear) and isinstance(model.bert.encoder.layer[0].output.dense, Int8Linear)
+    for layer in (*model.layers, model.down, model.top.layers[1].linear1):
+        assert type(layer) is torch.nn.Linear
+
+
+def test_a_model_that_does_not_run_with_int8_is_unchanged():
+    class Suspicious(ReadsWeights):
+        def forward(self, input_ids, attention_mask):
+            if type(self.called) is not torch.nn.Linear:
+                raise RuntimeError("not a linear layer")
+            return super().forward(input_ids, attention_mask)
+
+    model = small_bert(Suspicious)
+    refused(model, "not a linear layer", "unchanged")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_a_random_batch_does_not_fit_is_quantized_with_a_warning(caplog):
+    class Other(ReadsWeights):
+        def forward(self, words):
+            return super().forward(words, torch.ones_like(words))
+
+    transformers.logging.enable_propagation()
+    with caplog.at_level(logging.WARNING, "transformers"):
+        quantize(small_bert(Other))
+    assert "example_inputs" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "transformers"):
+        model = quantize(small_bert(Other), example_inputs={"words": torch.arange(5, 14)[None]})
+    transformers.logging.disable_propagation()
+    assert "example_inputs" not in caplog.text
+    assert type(model.down) is torch.nn.Linear and isinstance(model.called, Int8Linear)
+
+
+def _sum_of(model, ids, queue):
+    with torch.no_grad():
+        queue.put(model(ids).last_hidden_state.sum().item())
+
+
+def test_a_model_that_has_computed_goes_to_another_process():
+    model, ids = quantize(small_bert(transformers.BertModel)), torch.arange(5, 14)[None]
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state.sum().item()
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_sum_of, args=(model, ids, queue))
+    process.start()
+    assert abs(queue.get(timeout=120) - expected) < 1e-4
+    process.join()
+
+
+def test_outliers_are_measured():
+    """An output layer whose inputs share one large number, as in a flan-T5, loses what differs between tokens."""
+    linear, states = torch.nn.Linear(64, 32), torch.randn(20, 64)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, states):
+            return self.linear(states)
+
+    plain = kept_maps.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    states[:, 3] = 200.0
+    outlier = kept_maps.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    assert plain < kept_maps.MOST_ERROR < 0.1 < outlier
+
+
+def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
+    module = importlib.import_module("hf_attn_variants.quantization.quantize")
+    transformers.logging.enable_propagation()
+    for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
+        monkeypatch.setattr(module, "least_seconds", lambda *calls, int8=int8: [1.0, int8])
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "transformers"):
+            quantize(tiny_model("bart"))
+        assert words in caplog.text and ("not faster" in caplog.text) == bool(words)
+        assert str(int8_weight.current_plan()) in caplog.text
+    transformers.logging.disable_propagation()
+
+
 def test_under_autocast_it_puts_out_what_a_linear_map_does():
     """Also for the first call of a process, and for inputs that do not lie in a row."""
-    for cached in (int8_weight.has_vnni, int8_weight._keeps_8_bits):
+    for cached in (int8_weight._plan, int8_weight._correct_paths, int8_weight._input_bits):
         cached.cache_clear()
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)
@@ -351,7 +481,7 @@ def test_an_adapter_is_merged_before():
 
 def test_nothing_to_gain_is_refused(monkeypatch):
     monkeypatch.undo()
-    refused(tiny_model("t5"), "no linear map", str(kept_maps.LEAST_WEIGHTS))
+    refused(tiny_model("t5"), "no linear layer", str(kept_maps.LEAST_WEIGHTS))
 
 
 def test_without_an_engine_it_is_refused(monkeypatch):
