@@ -153,9 +153,8 @@ class EngineProduct(Product):
 FBGEMM_SOURCE = """
 def product(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase, bias: Optional[Tensor],
             level: int) -> Tensor:
-    numbers = torch.abs(states)
-    step = torch.amax(numbers, [-1], True).div_(level)
-    torch.div(states, step, out=numbers).round_()
+    step = torch.maximum(torch.amax(states, [-1], True), torch.amin(states, [-1], True).neg_()).div_(level)
+    numbers = torch.div(states, step).round_()
     made = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(numbers, 1.0, level + 1, packed)
     if bias is None:
         return made.mul_(step)
@@ -178,11 +177,12 @@ class FbgemmProduct(EngineProduct):
     name = "FBGEMM"
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
-        functions, rows = _fbgemm_functions(), _rows_at_once(states.shape[-1])
+        product, product_in_blocks = _fbgemm_functions()
+        rows = _rows_at_once(states.shape[-1])
         if states.numel() <= rows * states.shape[-1]:
-            made: torch.Tensor = functions.product(states, self._packed, bias, LEVELS[bits])
+            made: torch.Tensor = product(states, self._packed, bias, LEVELS[bits])
             return made
-        made = functions.product_in_blocks(
+        made = product_in_blocks(
             states.reshape(-1, states.shape[-1]), self._packed, bias, LEVELS[bits], rows, self._out_features
         )
         return made.view(*states.shape[:-1], self._out_features)
@@ -320,8 +320,9 @@ def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch
 
 
 @functools.cache
-def _fbgemm_functions() -> Any:
-    return torch.jit.CompilationUnit(FBGEMM_SOURCE)
+def _fbgemm_functions() -> tuple[Any, Any]:
+    unit = torch.jit.CompilationUnit(FBGEMM_SOURCE)
+    return unit.product, unit.product_in_blocks
 
 
 def _rows_at_once(size: int) -> int:

@@ -18,9 +18,9 @@ __all__ = ["LEAST_WEIGHTS", "MOST_ERROR", "is_named", "large_linears", "make_exa
 # of 256 x 256 was slower up to 32 rows, one of 384 x 384 faster from there on.)
 LEAST_WEIGHTS = 2**17
 # The largest relative error that rounding the inputs may make in the outputs of an int8 layer. Inputs without
-# outliers make 0.007 to 0.012. In a flan-T5 (small), it is 0.16 for the output layer, which then has another likeliest
-# token in one case of seven, and 0.02 to 0.034 for the second layer of its feed-forward blocks.
-MOST_ERROR = 0.015
+# outliers make 0.01, and the layers of MiniLM up to 0.04. In a flan-T5 (small), it is 0.16 for the output layer, which
+# then names another likeliest token in one case of seven.
+MOST_ERROR = 0.05
 # The example batch, and the most rows of it that a layer is measured on.
 EXAMPLE_TEXTS, EXAMPLE_TOKENS, MEASURED_ROWS = 4, 16, 64
 
