@@ -474,7 +474,10 @@ def test_glue_trains_through_the_command(tmp_path):
     [
         (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and that is no Hub id"),
         (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and that is no Hub id"),
-        (["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"], "no folder '~/nosuchmodel'"),
+        (
+            ["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"],
+            f"no folder '{os.path.expanduser('~/nosuchmodel')}'",
+        ),
         (["push", "--model_name_or_path", "./nosuchmodel"], "no checkpoint folder './nosuchmodel'"),
         (
             ["visualize", "--model_name_or_path", "./nosuchmodel", "--text", "a", "--output_dir", "{out}"],

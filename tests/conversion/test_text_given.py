@@ -248,9 +248,10 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
         written[stream.isatty()] = stream.getvalue()
         for expected in ("calibrating attention 3 of 3", "mean error of one attention"):
             assert expected in written[stream.isatty()]
-        assert "51/51" in written[stream.isatty()]
-    # Five batches are fitted to: a closed form counts as 3 steps for each, and the fit begins after it.
-    assert re.findall(r"(\d+)/51", written[True].replace("\r", "\n"))[:3] == ["0", "16", "17"]
+        assert "42/42" in written[stream.isatty()]
+    # Of 120 texts a quarter is held out, and the other 90 are four batches: a closed form counts as 3 steps for each
+    # batch, and the fit begins after it.
+    assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
     assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
     assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]
