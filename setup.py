@@ -1,42 +1,30 @@
-"""Gives a package index the README with absolute links, and a wheel the documentation; all else is in setup.cfg.
+"""Give a package index the README without links to files, and a wheel the documentation; all else is in setup.cfg.
 
-In the repository the links are relative, so they lead to the same commit's files in a clone, in a fork and on the
-documentation's site. An index shows the README alone. Of a wheel they lead to the files beside the README that it puts
-into share/doc.
+The links of the README are relative, so they lead to the same commit's files in a clone, in a fork and on the
+documentation's site. An index shows the README alone, where such a link would lead nowhere. In a wheel they lead to
+the files beside the README in share/doc.
 """
 
 import re
-from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 TARGET = re.compile(r'(\]\(|\b(?:src|href)=")([^)"\s]+)')
-PICTURES = (".png", ".svg")
+LINK = re.compile(r"!?\[([^\[\]]*)\]\(([^)\s]+)\)")
 DOCUMENTATION = Path("share/doc/hf_attn_variants")
 
 
-def repository_url() -> str:
-    """Return the repository's address, `Source` of setup.cfg's project URLs."""
-    config = ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    lines = config["metadata"]["project_urls"].strip().splitlines()
-    return dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in lines)["Source"]
+def without_local_links(markdown: str) -> str:
+    """Return Markdown with the text of links to files of this repository in place of the links."""
 
-
-def with_absolute_links(markdown: str, url: str) -> str:
-    """Return Markdown whose links to files of this repository, and to its own headings, begin with `url`."""
-
-    def absolute(match: re.Match) -> str:
+    def text_of(match: re.Match) -> str:
         path = match[2].partition("#")[0]
-        if not path:
-            return f"{match[1]}{url}{match[2]}"
-        if not (ROOT / path).exists():  # an address, or code that looks like a link
-            return match[0]
-        return f"{match[1]}{url}/{'raw' if path.endswith(PICTURES) else 'blob'}/HEAD/{match[2]}"
+        is_local = not path or (ROOT / path).exists()
+        return match[1] if is_local else match[0]
 
-    return TARGET.sub(absolute, markdown)
+    return LINK.sub(text_of, markdown)
 
 
 def documentation() -> list[tuple[str, list[str]]]:
@@ -58,6 +46,6 @@ def documentation() -> list[tuple[str, list[str]]]:
 
 
 setup(
-    long_description=with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), repository_url()),
+    long_description=without_local_links((ROOT / "README.md").read_text(encoding="utf-8")),
     data_files=documentation(),
 )

@@ -23,6 +23,8 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 OTHER_SEPARATORS = ";\t|"
 # Of a cell whose quotes do not count, for white space stands before them.
 SPACED_QUOTES = re.compile(r'\s+"')
+# The first line of a JSON list or object. A header of a table may begin with a brace or bracket, too.
+JSON_BEGINNING = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|\[\s*$)|\s*\[\s*$')
 # What is said of the csv module's errors, by its own words.
 ADVICE = {
     "unexpected end of data": "a quote begins in this row and does not end",
@@ -77,6 +79,8 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
     csv.field_size_limit(MAX_FIELD)
     lines = whole_lines(path)
     begin = _up_to_text(lines)
+    if begin and JSON_BEGINNING.match(begin[-1]):
+        raise ValueError(f"{path} holds JSON, not a table with a header: rename it to end in .json or .jsonl.")
     separator = "\t" if tabs else _separator(path, begin)
     form: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
     reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **form)

@@ -215,3 +215,22 @@ def test_empty_cells_of_glue_are_said(tmp_path, caplog):
     (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
     with pytest.raises(ValueError, match="line 1: two columns are named 'sentence'"):
         read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"source": "a", "target": "b"}\n',
+        '[{"source": "a", "target": "b"}]',
+        '\n[\n  {"source": "a", "target": "b"}\n]\n',
+        '{\n"source": "a"}\n',
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_json_with_the_name_of_a_table_is_named(tmp_path, name, text):
+    with pytest.raises(ValueError, match=rf"{name} holds JSON, .* rename it to end in .json or .jsonl"):
+        columns(tmp_path, name, text)
+
+
+def test_a_header_may_begin_with_a_bracket(tmp_path):
+    assert columns(tmp_path, "a.csv", "[x],{y}\n1,2\n", names=("[x]", "{y}")) == [("1", "2")]

@@ -42,9 +42,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = CommandParser(
         prog=program_name("export_checkpoint.py"),
-        description="Write a variant checkpoint for those who run no code of ours: as a plain one of transformers, "
-        "grouped heads repeated and latents multiplied in, with the same outputs; as ONNX graphs that keep both; or "
-        "for CTranslate2, which keeps grouped heads.",
+        description="Write a variant checkpoint for use without this package: as a plain checkpoint of Transformers, "
+        "whose outputs are the same and which has all heads again; as ONNX graphs, whose files and caches keep fewer "
+        "heads and latents; or for CTranslate2, whose file keeps fewer heads and whose cache has all heads.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")

@@ -135,7 +135,7 @@ def chain_sentence(steps: Sequence[Step]) -> str:
     steps = _changes(steps)
     if len(steps) < 2:
         return "".join(" It was converted and not trained afterwards." for s in steps if s["kind"] == "conversion")
-    verbs = [_verb(step) + (f" ({step['steps']:,} steps)" if _has_trained(step) else "") for step in steps]
+    verbs = [_verb(step) + _extent(step) for step in steps]
     end = ", and not trained afterwards" if is_only_converted(steps) else ""
     return f" It was {', then '.join(verbs)}{end}."
 
@@ -219,6 +219,7 @@ def _training(step: Step) -> dict[str, Any]:
     sentence = f"{', '.join(parts)}." if parts else ""
     if {"initial_eval_loss", "eval_loss"} <= step.keys():
         sentence += f" Loss on held-out text: {step['initial_eval_loss']:.4f} before, {step['eval_loss']:.4f} after."
+        sentence += _no_gain(step)
     sentence += _problem(step)
     arguments = step["arguments"]
     if arguments.get("max_train_steps") is not None:
@@ -250,7 +251,19 @@ def _line(step: Step, source: str) -> str:
     line += f" on {plain(data['dataset_name'])}" if data else ""
     units = (("steps", "steps"), ("train_samples", "examples"))
     counts = [f"{step[name]:,} {unit}" for name, unit in units if step.get(name)]
-    return f"{line}: {', '.join(counts)}." if counts else f"{line}."
+    return f"{line}: {', '.join(counts)}.{_no_gain(step)}" if counts else f"{line}."
+
+
+def _extent(step: Step) -> str:
+    without = ", without a lower held-out loss" if _no_gain(step) else ""
+    return f" ({step['steps']:,} steps{without})" if _has_trained(step) else ""
+
+
+def _no_gain(step: Step) -> str:
+    """Return a sentence if an uptraining did not lower the loss on its held-out text; "" for others."""
+    before, after = step.get("initial_eval_loss"), step.get("eval_loss")
+    is_worse = bool(step.get("steps")) and before is not None and after is not None and after >= before
+    return " The held-out loss did not improve." if is_worse else ""
 
 
 def _verb(step: Step) -> str:

@@ -13,7 +13,7 @@ from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.latents import Latent, rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, talks
-from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
+from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
 from .card_steps import Step, chain_sentence, is_only_converted, last_training
@@ -212,7 +212,7 @@ def code_paragraph(repo_id: str) -> str:
         "runs it. Read the `.py` files, then pin\nthe commit that you read with `revision=`. It needs torch and "
         f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to "
         f"{NEWEST_RUN}.\nUnder a later transformers that this code refuses: `attn-variants refresh {repo_id}` of a "
-        f"newer [hf_attn_variants]({SOURCE}) puts its code here, and leaves the weights as they are."
+        f"newer hf_attn_variants puts its code here, and leaves the weights as they are."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN, SOURCE
+from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
 
 __all__ = [
     "Arguments",
@@ -78,7 +78,7 @@ def changed(what: str) -> UpstreamChanged:
     return UpstreamChanged(
         f"transformers {transformers.__version__} has changed where hf_attn_variants {ATTN_VARIANTS_VERSION} leans on "
         f"it, and outputs could be wrong: {what}. This code was run with transformers {OLDEST_RUN} to {NEWEST_RUN}. "
-        f"Install one of these, or a newer hf_attn_variants ({SOURCE}) and import it before loading; its command "
+        f"Install one of these, or a newer hf_attn_variants and import it before loading; its command "
         "`attn-variants refresh` puts newer code into a repository."
     )
 
@@ -254,7 +254,7 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"Attention got `{name}`, which it does not know: it would be ignored, and outputs could be wrong. "
                 f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use one of "
-                f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants ({SOURCE})."
+                f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants."
             )
 
 

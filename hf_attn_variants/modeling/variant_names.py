@@ -11,13 +11,10 @@ __all__ = [
     "SCORES_BY_PLACE",
     "SDPA",
     "SIZES_VALUES",
-    "SOURCE",
     "TALKS_BY_PLACE",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
-# Where newer code is to be had. The proposed address: nobody owns it yet (CONTRIBUTING.md).
-SOURCE = "https://github.com/hf-attn-variants/hf_attn_variants"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 

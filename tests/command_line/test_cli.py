@@ -94,6 +94,16 @@ def test_every_command_has_its_own_help(name, capsys):
     assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
 
 
+def test_help_and_docs_of_export_agree_on_what_keeps_fewer_heads(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["export", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "for CTranslate2, whose file keeps fewer heads and whose cache has all heads" in text
+    table = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    assert "`export --to ctranslate2` | fewer heads in the file; all heads in the cache |" in table
+    assert "`export --to transformers` | the outputs; all heads again in file and cache |" in table
+
+
 def test_help_says_what_an_option_is_by_default(capsys):
     for name, *shown in (
         ("glue", "Peak learning rate (default: 5e-05).", "(default: 3.0)"),

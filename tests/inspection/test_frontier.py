@@ -25,7 +25,14 @@ from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batche
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.inspection.frontier.held_out import held_out_text
 from hf_attn_variants.inspection.frontier.inputs import load_source, split_text, variants_to_try
-from hf_attn_variants.inspection.frontier.measure import Frontier, FrontierRow, _difference, _marked, measure_frontier
+from hf_attn_variants.inspection.frontier.measure import (
+    Frontier,
+    FrontierRow,
+    _difference,
+    _lengths,
+    _marked,
+    measure_frontier,
+)
 from hf_attn_variants.inspection.frontier.options import default_options, options_of
 from hf_attn_variants.inspection.frontier.pieces import ConvertedAttentions
 
@@ -291,6 +298,14 @@ def test_a_source_that_nothing_is_fitted_to_is_refused_by_name(fields, message):
     calibration = Calibration(["a"] * 40, tokenizer=object())
     with pytest.raises(ValueError, match=message):
         measure_frontier(model, [{"kv_lora_rank": 4}], calibration, calibration)
+
+
+def test_lengths_are_at_most_the_positions_of_the_model(source):
+    _, calibration = source
+    assert _lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
+    bart = next(each for each in RELATIVES if each.name == "bart").config(max_position_embeddings=144)
+    assert _lengths(bart, calibration, 512, 1024) == (144, 144) and _lengths(bart, calibration, 64, 32) == (64, 32)
+    assert _lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
 
 
 def test_a_tokenizer_without_a_mask_token_is_said(tokenizer):

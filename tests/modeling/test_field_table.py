@@ -8,9 +8,11 @@ import pytest
 from architectures import ARCHITECTURES
 from relatives import RELATIVES
 
+from hf_attn_variants import AttnVariantBertConfig
 from hf_attn_variants.commands import convert
 from hf_attn_variants.export.plain import NO_PLAIN_FORM
-from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
+from hf_attn_variants.modeling.fields import field_table
+from hf_attn_variants.modeling.fields.field_table import FIELDS, Field, row_of, variant_field
 
 NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 
@@ -73,3 +75,22 @@ def test_what_cards_and_refusals_say_is_the_tables():
     assert said["encoder_attention_kernel"] == "the softmax of the encoder's attention"
     refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
     assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}
+
+
+@pytest.mark.parametrize("default", [None, "sigmoid"])
+def test_the_choices_of_a_new_field_are_enforced(monkeypatch, default):
+    choices = ("sigmoid", "tanh")
+    row = Field("output_gate", str, "gate of the outputs", default, choices=choices, facts=("by_layer",))
+    monkeypatch.setitem(field_table._ROWS, "output_gate", ("", row))
+
+    class GatedConfig(AttnVariantBertConfig):
+        output_gate: str | None = variant_field("output_gate")
+
+    by_layer = {"output_gate": ["tanh", "sigmoid"]}
+    assert GatedConfig(num_hidden_layers=2, per_layer_values=by_layer).layer_value("output_gate", 0) == "tanh"
+    assert GatedConfig().output_gate == default and GatedConfig(output_gate="tanh").output_gate == "tanh"
+    rule = "`output_gate` must be one of sigmoid, tanh; got 'sigmoi'"
+    with pytest.raises(ValueError, match=rule):
+        GatedConfig(output_gate="sigmoi")
+    with pytest.raises(ValueError, match=rule):
+        GatedConfig(num_hidden_layers=2, per_layer_values={"output_gate": ["tanh", "sigmoi"]})

@@ -279,6 +279,13 @@ def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
         load(files)
 
 
+@pytest.mark.parametrize("second", ["text,topic\nc,good\n", "text\nc\n"])
+def test_a_second_file_without_the_label_column_is_named(load, second):
+    files = {"train1.csv": "text,label\na,good\nb,bad\n", "train2.csv": second, "dev.csv": "text,label\na,good\n"}
+    with pytest.raises(ValueError, match=r"train2.csv, line 1, the header: .*no column 'label'"):
+        load(files)
+
+
 def test_pairs_nested_columns_and_odd_names(load):
     rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
     found = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")

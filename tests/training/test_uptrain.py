@@ -29,6 +29,7 @@ from transformers import (
 from hf_attn_variants.commands.uptrain import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
+from hf_attn_variants.hub import model_card
 from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
@@ -585,3 +586,15 @@ def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, 
     assert printed.count("distill on 3 held-out rows") == 1
     for name in ("eval_loss", "initial_eval_loss", "train_loss", "eval_embedding_cosine"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_a_training_that_gains_nothing_warns_and_its_card_says_it(run, caplog):
+    message = "the held-out loss did not improve: "
+    worse = run("distill", "--learning_rate", 1.0, "--num_warmup_steps", 0, steps=2)
+    assert worse["eval_loss"] > worse["initial_eval_loss"] and worse["held_out_loss_improved"] is False
+    assert caplog.text.count(message) == 1
+    assert json.loads((run.out / "all_results.json").read_text())["held_out_loss_improved"] is False
+    card = str(model_card(run.out, "me/worse"))
+    assert (
+        "The held-out loss did not improve." in card and "distilled (2 steps, without a lower held-out loss)" in card
+    )

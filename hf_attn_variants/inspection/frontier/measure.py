@@ -3,6 +3,7 @@
 import copy
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -182,10 +183,11 @@ def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
 
 def _lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return the tokens in a decoder's cache and those that its encoder reads, as far as the model has positions."""
-    if calibration.audio is None:
-        return length, length if source_length is None else source_length
-    positions = config.max_source_positions  # a window is always read whole
-    return min(length, config.max_target_positions), positions if source_length is None else source_length
+    positions = longest_input(config)
+    most = sys.maxsize if positions is None else positions
+    if calibration.audio is not None:  # a window is always read whole
+        return min(length, most), config.max_source_positions if source_length is None else source_length
+    return min(length, most), min(length if source_length is None else source_length, most)
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:

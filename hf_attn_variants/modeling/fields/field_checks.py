@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
+from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT
 
 __all__ = [
     "MAX_LABELS",
@@ -239,7 +239,7 @@ def check_format(value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= CONFIG_FORMAT:
         raise ValueError(
             f"`attn_variants_format` must be 1 to {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}; got "
-            f"{value!r}. A larger number is a newer release's: install that one ({SOURCE})."
+            f"{value!r}. A larger number is a newer release's: install that one."
         )
 
 

@@ -12,7 +12,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
-__all__ = ["FIELDS", "LATE_FIELDS", "Field", "row_of", "variant_field"]
+__all__ = ["FIELDS", "LATE_FIELDS", "Field", "check_choices", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):
@@ -68,6 +68,7 @@ class Field(NamedTuple):
         default: what it is where nothing is given.
         prefixes: of itself and its twins.
         choices: of its values.
+        default_names: values beside the choices that name the default of Transformers.
         facts: what is true of it: "by_layer" (each layer may have a value of its own), "latent" (the rank of one),
             "talking" (of talking heads), "pattern" (it says which keys are read), "kernel", "from_scratch" (no
             conversion gives it).
@@ -85,6 +86,7 @@ class Field(NamedTuple):
     default: Any = None
     prefixes: tuple[str, ...] = ("",)
     choices: tuple[str, ...] = ()
+    default_names: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     query_heads: str | None = None
     one_for_all: tuple[str, ...] = ()
@@ -292,6 +294,7 @@ FIELDS = (
         str,
         "positions, where they are not the host's own",
         choices=("sinusoidal",),
+        default_names=("absolute",),
         facts=("from_scratch",),
         unknown_upstream="sinusoidal positions",
     ),
@@ -317,6 +320,22 @@ LATE_FIELDS = ("value_head_dim", *(prefix + row.name for row in FIELDS for prefi
 def row_of(name: str) -> tuple[str, Field]:
     """Return the prefix of a field's name, and its row."""
     return _ROWS[name]
+
+
+def check_choices(config: Any) -> None:
+    """Check that each field of a configuration, and each of its values by layer, is one of the field's choices.
+
+    Raises:
+        ValueError: if a value is not one of the choices of its row.
+    """
+    for name in config.variant_fields():
+        prefix, row = row_of(name)
+        values = [getattr(config, name), *((config.per_layer_values or {}).get(name) or ())]
+        for value in values if row.choices else ():
+            known = (*row.choices_of(prefix), *row.default_names)
+            for each in (value or ()) if row.kind is list else (value,):
+                if each is not None and each not in known:
+                    raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
 
 
 def variant_field(name: str) -> Any:

@@ -135,4 +135,6 @@ def _checked(config: Any, name: str, value: Any) -> LayerValue:
         return checked_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
         return checked_pattern_size(name, value)
+    if name not in config.kv_heads_fields():
+        return value  # a choice, which `check_choices` checks
     return checked_kv_heads(name, value, config.query_heads(name))

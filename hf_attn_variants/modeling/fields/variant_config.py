@@ -29,7 +29,7 @@ from .field_checks import (
     checked_value_head_dim,
     wrong_kinds_explained,
 )
-from .field_table import variant_field
+from .field_table import check_choices, variant_field
 from .foreign_classes import check_foreign_class, foreign_class
 from .given_fields import (
     UNSAID,
@@ -174,6 +174,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         check_scores(self)
         check_kernels(self)
+        check_choices(self)
         check_together(self)
         check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):

@@ -134,14 +134,25 @@ def check_column(name: str, source: Source, column: str | None, flag: str) -> st
     """Return the column of a split's labels; None of a test split without it.
 
     Raises:
-        ValueError: if its first row lacks the column, and it is no test split, or a later row has it.
+        ValueError: if its first row lacks the column, and it is no test split, or a later row has it; and if the first
+            row of another of its files lacks the column that the first file has.
     """
-    if column is None or has_column(source.first, column):
+    if column is None:
+        return None
+    if has_column(source.first, column):
+        source.records = _with(column, flag, source.records)
         return column
     if name != "test":
         raise missing_column(source.first, column, flag)
     source.records = _without(column, source.first, source.records)
     return None
+
+
+def _with(column: str, flag: str, records: Iterator[Record]) -> Iterator[Record]:
+    for record in records:
+        if record.number == 1 and not has_column(record, column):
+            raise missing_column(record, column, flag)
+        yield record
 
 
 def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:

@@ -1,5 +1,6 @@
 """What uptraining minimises: a task's loss and terms that draw a model towards its teacher."""
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,9 +43,12 @@ __all__ = [
     "check_architecture",
     "check_teacher_length",
     "check_teacher_types",
+    "held_out_gain",
     "model_inputs",
     "term_weights",
 ]
+
+logger = logging.getLogger(__name__)
 
 # What a batch holds besides the model's inputs: targets, and where a stream of text goes on behind it.
 NOT_INPUTS = ("labels", "position", "examples")
@@ -289,6 +293,24 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
         if config.is_encoder_decoder != is_encoder_decoder:
             kind, found = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
             raise ValueError(f"{flag} is for {kind}; {settings.model_name_or_path} ({config.model_type}) is {found}")
+
+
+def held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
+    """Return whether training lowered the held-out loss, for the results; {} without steps. Warn if it did not.
+
+    Args:
+        before: the record of the log before training.
+        after: the dev metrics after it.
+        steps: of the training.
+    """
+    if not steps or "eval_loss" not in before:
+        return {}
+    is_lower = after["loss"] < before["eval_loss"]
+    if not is_lower:
+        message = "the held-out loss did not improve: %.4f before training, %.4f after. Train for more steps, or with "
+        message += "a lower --learning_rate, or use the checkpoint as it was."
+        logger.warning(message, before["eval_loss"], after["loss"])
+    return {"held_out_loss_improved": is_lower}
 
 
 def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeights:

@@ -52,6 +52,7 @@ from .objective import (
     check_architecture,
     check_teacher_length,
     check_teacher_types,
+    held_out_gain,
     model_inputs,
     term_weights,
 )
@@ -293,8 +294,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
             **self.data.fingerprint(),
-            # Always, since a run's scores before and after the training stand side by side.
-            "held-out rows": len(self.data.held_out),
+            "held-out rows": len(self.data.held_out),  # always: the scores before and after are of the same rows
             **self.dev_fingerprint(),
         }
 
@@ -315,13 +315,13 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
     def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
-        # The scores are those of the updates beside the weights: merged, they round in another way.
+        # Scored before the updates are merged into the weights, which rounds in another way.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
         for name, value in self.own_dropout.items():
             setattr(self.model.config, name, value)
-        names = [name for name in (*RISING_METRICS, *TERMS) if name in evaluator.metrics]
-        self.shown_metrics = [name for name in names if name in RISING_METRICS] or names
+        rising = [name for name in RISING_METRICS if name in evaluator.metrics]
+        self.shown_metrics = rising or [name for name in TERMS if name in evaluator.metrics]
         self.read = loop.state.examples, loop.state.step
         if self.peft_model is None:
             return model
@@ -330,8 +330,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
-        own += [TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_NAME] if self.target_start is not None else []
+        own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
+        own += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, own)
         outputs.save_model(
             self.accelerator, model, self.tokenizer, self.settings, history, self.carried, add_files=add_files
@@ -343,7 +343,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        return {**initial, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
+        gain = held_out_gain(before, evaluator.metrics, self.read[1])
+        return {**initial, **gain, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
@@ -351,8 +352,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         if self.num_parameters is not None:
             found["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            examples, steps = self.read
-            read = mean_step(examples, steps) if steps else sequences_per_step(settings, self.accelerator)
+            read = mean_step(*self.read) if self.read[1] else sequences_per_step(settings, self.accelerator)
             found |= self.data.results() | {"sequences_per_step": read}
         return found
 
