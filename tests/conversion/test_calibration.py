@@ -146,7 +146,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     report = convert_checkpoint(
         tmp_path / "source", tmp_path / "out", 2, method, calibration=calibration(fit_steps=fit_steps)
     )
-    assert method.seen == [(461, 51)] * 2
+    assert method.seen == [(384, 128)] * 2
     details = [layer.details for layer in report.layers]
     for row in details:
         assert 0 < row["output_relative_error"] < row["output_relative_error_averaged"]
