@@ -32,7 +32,8 @@ SCALAR = (str, int, float)
 # Files of other versions and of other hands are read too: a field that is not of the type given here is left out. A
 # dict under ANY has values of one type, a list of two items is a pair, a list of one item has any length, a tuple says
 # what is possible.
-COUNT = (int, type(None))
+NONE = type(None)
+COUNT = (int, NONE)
 COUNTS = (*COUNT, [COUNT])  # of all layers, or one each
 CONVERSION_FIELDS: dict[str, Any] = {
     "source": str,
@@ -45,9 +46,10 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "talking_heads": {ANY: list},
     "parameters": {"before": int, "after": int},
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
-    "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int, "cut_share": NUMBER},
+    # Versions before 0.2 wrote neither the share that is cut nor an interval.
+    "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int, "cut_share": (*NUMBER, NONE)},
     "quality": {"measure": str, "value": NUMBER, "bound": NUMBER, "examples": int}
-    | {"is_kept": bool, "alike": bool, "unknown": bool, "is_rare": bool, "interval": [NUMBER, NUMBER]},
+    | {"is_kept": bool, "alike": bool, "unknown": bool, "is_rare": (bool, NONE), "interval": (NONE, [NUMBER, NUMBER])},
     "versions": {ANY: str},
     "seconds": NUMBER,
 }

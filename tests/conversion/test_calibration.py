@@ -146,7 +146,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     report = convert_checkpoint(
         tmp_path / "source", tmp_path / "out", 2, method, calibration=calibration(fit_steps=fit_steps)
     )
-    assert method.seen == [(461, 51)] * 2
+    assert method.seen == [(384, 128)] * 2
     details = [layer.details for layer in report.layers]
     for row in details:
         assert 0 < row["output_relative_error"] < row["output_relative_error_averaged"]
@@ -168,13 +168,14 @@ def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
     batches, attend = [], calibrating.attend
 
     def counted(tensors, inputs, query_heads):
-        if not torch.is_grad_enabled() and len(inputs.states) == 3:  # of a batch that only held-out texts are in
+        if not torch.is_grad_enabled() and len(inputs.states) == 15:  # of a batch that only held-out texts are in
             batches.append(inputs)
         return attend(tensors, inputs, query_heads)
 
     for module in (calibrating, fitting, output_regression, calibrated):
         monkeypatch.setattr(module, "attend", counted)
-    convert_model(bert(), 2, calibration=calibration(fit_steps=fit_steps))
+    # 381 texts are fitted to, in batches of 16 and one of 13; 127 are held out, in batches of 16 and one of 15.
+    convert_model(bert(), 2, calibration=replace(calibration(fit_steps=fit_steps), texts=text(508)))
     # Two attentions: the targets; then three closed forms, averaged heads, the fit, the fit with three other outputs.
     assert len(batches) == 2 * (1 + measured)
 

@@ -315,6 +315,14 @@ def test_a_field_of_another_type_is_left_out(converted, value, tmp_path):
     assert "## Conversion (step 1)" in plan_push(folder, "me/x").card
 
 
+def test_a_report_without_the_newest_fields_is_read_whole(tmp_path):
+    calibration = {"count": 9, "kind": "texts", "targets": False, "max_length": 64}
+    quality = {"measure": "loss", "value": 0.1, "bound": 0.3, "examples": 8, "is_kept": True}
+    report = {"calibration": calibration, "quality": quality | {"alike": False, "unknown": False}}
+    (tmp_path / "conversion_report.json").write_text(json.dumps(report))
+    assert read_history(tmp_path).steps == [{"kind": "conversion"} | report]
+
+
 def test_a_step_that_this_version_does_not_know_is_named(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "model_history.json").write_text(json.dumps({"format": 9, "steps": [{"kind": "pruning"}, 4]}))
