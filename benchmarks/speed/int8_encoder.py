@@ -2,8 +2,7 @@
 
 All of them run in turn in one process, with the same token ids and number of threads, and each is compared with the
 float32 model of Transformers: the ratio of the least times, and the Spearman correlation on STS-B dev. OpenVINO's
-model is quantized statically, on sentences of STS-B's train set. An engine that is not installed is left out; the
-JSON says so.
+model is quantized statically, on sentences of STS-B's train set. An engine that is not installed is left out.
 
 Needs `pip install -e .[onnx,demo]`, and `pip install openvino nncf` for OpenVINO.
 
@@ -29,6 +28,7 @@ import torch
 from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer
 
+from benchmarks.kept_memory import NOT_RECORDED
 from benchmarks.machine import machine
 from hf_attn_variants import quantize
 from hf_attn_variants.files import atomic_write
@@ -184,6 +184,7 @@ def main(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {
         "machine": machine("cpu"),
         "threads": args.threads,
+        "memory": NOT_RECORDED,
         "int8_path": str(current_plan()),
         "input_bits": current_plan().bits,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
