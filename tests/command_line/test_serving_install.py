@@ -114,7 +114,7 @@ def test_other_commands_name_their_extra(serving):
 def test_setup_cfg_has_what_the_check_asks_for():
     parser = settings()
     extras = parser["options.extras_require"]
-    assert names_of(extras["train"]) == {*TRAIN.values(), "tensorboard"}
+    assert names_of(extras["train"]) == {*TRAIN.values(), "seqeval", "tensorboard"}  # `ner` checks for seqeval itself
     for name in ("seq2seq", "uptraining", "ner", "demo", "test"):
         assert "hf_attn_variants" in names_of(extras[name])
     assert not names_of(extras["train"]) & names_of(parser["options"]["install_requires"])
