@@ -218,7 +218,7 @@ def test_a_rank_is_chosen_by_its_cost(monkeypatch):
     assert absorbed == [1] * 3 * model.config.num_layers
 
 
-def test_one_latent_serves_all_layers():
+def test_one_latent_serves_all_layers(monkeypatch):
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     names = [name for name, _ in model.named_parameters() if "kv_a_proj" in name]
     assert names == ["decoder.cross_kv_a_proj.weight"]
@@ -226,8 +226,14 @@ def test_one_latent_serves_all_layers():
     for block in model.decoder.block:
         cross = block.layer[1].EncDecAttention
         assert cross.k.weight.shape == cross.v.weight.shape == (96, 24)
-    calls = []
-    model.decoder.cross_kv_a_proj.register_forward_hook(lambda *args: calls.append(args[1][0].shape))
+    calls, makes_latent = [], model.decoder.cross_kv_a_proj.forward
+
+    def counted(memory):
+        calls.append(memory.shape)
+        return makes_latent(memory)
+
+    # A forward hook would be given a row for each beam.
+    monkeypatch.setattr(model.decoder.cross_kv_a_proj, "forward", counted)
     model.generate(**{"input_ids": T5.batch("T5EncoderModel")["input_ids"]}, max_new_tokens=5, num_beams=2)
     assert calls == [(BATCH, LENGTH, 40)]  # once, for each sentence
 
