@@ -44,7 +44,7 @@ class MakesCrossLatent(_Stack):
             return super().forward(*args, **kwargs)
         rows = rows_of_sentences(memory, (makes_latent,))
         latent = made = makes_latent(rows)
-        if len(rows) < len(memory):
+        if rows is not memory:
             made = latent.repeat_interleave(len(memory) // len(rows), dim=0)
             mark_repeated(made, latent)
         return super().forward(**self.memory_arguments.by_name(args, kwargs, memory=made))

@@ -120,9 +120,9 @@ def attend_to_latent(
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] where the implementation gives them.
     """
     attend = attention_function(module.implementation)
-    beams = len(query) // len(latent) if layer is not None and len(latent) else 1
-    if beams > 1 and any(has_hooks(each) for each in maps):  # which may expect a row for each beam
-        latent, layer = latent.repeat_interleave(beams, dim=0), None
+    # Hooks may expect a row for each beam. They come first: an exported graph must not depend on the number of rows.
+    if layer is not None and any(has_hooks(each) for each in maps) and 0 < len(latent) < len(query):
+        latent, layer = latent.repeat_interleave(len(query) // len(latent), dim=0), None
     # Nothing says of a tensor of the inference mode whether it was written in place.
     is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if is_kept and is_short(latent):
