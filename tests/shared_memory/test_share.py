@@ -15,7 +15,7 @@ from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer
+from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, rows_of_sentences
 from hf_attn_variants.shared_memory.attention import SharesMemory
 from hf_attn_variants.shared_memory.expansion import EXPANSION
 from hf_attn_variants.shared_memory.known_attentions import cross_attentions
@@ -328,10 +328,10 @@ def variant_model(name, **fields):
 
 
 def searched(model, name):
-    """Return what a search by three beams writes, and of how many rows the encoder's outputs are in each step."""
+    """Return what a search by three beams writes, and how many rows of the encoder outputs its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
-        lambda module, given, named: rows.add(len(named["encoder_outputs"][0])), with_kwargs=True
+        lambda module, given, named: rows.add(len(rows_of_sentences(named["encoder_outputs"][0]))), with_kwargs=True
     )
     made = model.generate(**source_batch(name), **BEAMS)
     spy.remove()
