@@ -397,7 +397,7 @@ def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
     assert status == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((out / "frontier.json").read_text())
-    assert "cosine" in found["measure"] and found["chosen"] is None and found["held_out_texts"] == 16
+    assert "cosine" in found["measure"] and found["chosen"] is None and found["held_out_texts"] == 40
     source, *others = found["rows"]
     assert source["kv_cache_bytes"] is None and {each["name"] for each in others} == {"MHA + latent 16", "GQA-2"}
     for each in others:
