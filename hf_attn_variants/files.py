@@ -107,7 +107,7 @@ RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PICTURES, REPORT_NAME, *TRAINING_LEFTOV
 MOST_NESTED = 200
 
 MOST_JSON_BYTES = 2**28
-TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamWriter failed")
+TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamWriter failed|iostream error")
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
 
@@ -166,7 +166,7 @@ def write_problem(error: Exception) -> str:
     """Return what a failed write's message says of an error; torch's own words do not name a full disk.
 
     Its zip writer raises RuntimeError for a file that the disk did not take ("unexpected pos 64 vs 0", "file write
-    failed").
+    failed", "iostream error").
     """
     if isinstance(error, RuntimeError) and TORCH_WRITE_ERROR.search(str(error)):
         return "(the disk did not take the whole file: it is probably full, or a quota is used up; free some space)"

@@ -168,7 +168,7 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
     printed = capsys.readouterr().out
-    assert "Without int8: This T5ForConditionalGeneration has no linear map of" in " ".join(printed.split())
+    assert "Without int8: This T5ForConditionalGeneration has no linear layer of" in " ".join(printed.split())
     assert "share_memory" in printed
 
 
