@@ -5,7 +5,8 @@ call are rounded as they come, each token by its own largest magnitude: x = step
 
     W x = scales * step * (N n)
 
-where N n is an exact sum in int32. Several operators of torch compute this sum, and all paths below return the same
+where N n is an exact sum in int32. The operators take n as unsigned numbers u = n + z with the zero point z = 128 (64
+for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several operators of torch compute this sum, and all paths below return the same
 bits. Which of them is fast depends on the processor and on the number of tokens, and the slow ones can be hundreds of
 times slower than float32. Therefore the paths are checked and timed once per process, and `path_for` returns the
 fastest correct one.
@@ -30,15 +31,16 @@ LARGEST = 127
 # which only 7 bits of the inputs fit into.
 LEVELS = {8: 127, 7: 63}
 # The fewest rows of the classes that a path is chosen for.
-ROWS = (1, 16, 64, 256, 1024)
+ROWS = (1, 16, 64, 256, 1024, 4096)
 # The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
 TIMED_SHAPE = (512, 512)
 # A path that takes this many times as long as another one runs a reference kernel, whatever the noise of the clock.
 REFERENCE_KERNEL = 4.0
 # Another path is taken for more rows only if it gains this much: a weight is packed once per path.
-GAIN = 0.9
-# The number of inputs that a thread rounds at a time. A megabyte fits into the second-level cache with its results.
-BLOCK_NUMBERS = 2**18
+GAIN = 0.95
+# The number of inputs that a thread rounds at a time. The temporary results of all of them would be several times as
+# large as the inputs: they would not fit into the caches.
+BLOCK_NUMBERS = 2**19
 # A weight is rounded this many rows at a time, because an output layer may be as large as all other layers together.
 ROWS_AT_ONCE = 1024
 
@@ -106,11 +108,11 @@ class Product:
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in], which are rounded to `bits` bits."""
         numbers, step = round_inputs(states, LEVELS[bits])
-        made = self.multiply(numbers, bits)
+        made = self.multiply(numbers, LEVELS[bits] + 1)
         return made.mul_(step) if bias is None else torch.addcmul(bias, made, step, out=made)
 
-    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
-        """Return scales * (N n), float32 [..., out], for int8 numbers n [..., in] that may be overwritten."""
+    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+        """Return scales * N (u - z), float32 [..., out], for uint8 numbers u [..., in] that may be overwritten."""
         raise TypeError("Use a subclass.")
 
     def numbers(self) -> torch.Tensor:
@@ -135,12 +137,13 @@ class EngineProduct(Product):
             self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
         self._out_features = len(scales)
 
-    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
         size = numbers.shape[-1]
         padded = torch.zeros(numbers.numel() // size + 1, size)
         padded[:-1] = numbers.view(-1, size)
-        padded[-1, 0], padded[-1, -1] = -LEVELS[bits] - 1, LEVELS[bits]
-        made: torch.Tensor = _linear_dynamic(padded, self._packed, bits == 7)
+        padded[:-1].sub_(zero_point).clamp_(max=zero_point - 1)  # the numbers of a token with NaN may be larger
+        padded[-1, 0], padded[-1, -1] = -zero_point, zero_point - 1
+        made: torch.Tensor = _linear_dynamic(padded, self._packed, zero_point == LEVELS[7] + 1)
         return made[:-1].view(*numbers.shape[:-1], self._out_features)
 
     def numbers(self) -> torch.Tensor:
@@ -149,24 +152,35 @@ class EngineProduct(Product):
 
 
 # One call of TorchScript instead of seven calls from Python: these take longer than the product of a few tokens.
-# Many tokens go through in blocks, because the rounded copies of all of them would not fit into the cache.
 FBGEMM_SOURCE = """
+def multiply(states: Tensor, step: Tensor, numbers: Tensor, level: int,
+             packed: __torch__.torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
+    numbers = torch.div(states, step, out=numbers)
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(numbers, 1.0, level + 1, packed)
+
 def product(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase, bias: Optional[Tensor],
             level: int) -> Tensor:
-    step = torch.maximum(torch.amax(states, [-1], True), torch.amin(states, [-1], True).neg_()).div_(level)
-    numbers = torch.div(states, step).round_()
-    made = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(numbers, 1.0, level + 1, packed)
+    numbers = torch.abs(states)
+    step = torch.amax(numbers, [-1], True).div_(level)
+    made = multiply(states, step, numbers, level, packed)
     if bias is None:
         return made.mul_(step)
     return torch.addcmul(bias, made, step, out=made)
 
 def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase,
-                      bias: Optional[Tensor], level: int, rows: int, out_features: int) -> Tensor:
+                      bias: Optional[Tensor], level: int, blocks: int, out_features: int) -> Tensor:
     made = torch.empty([states.size(0), out_features])
     first = 0
-    for block in states.split(rows):
-        made[first:first + rows] = product(block, packed, bias, level)
-        first += rows
+    for block in states.chunk(blocks):
+        last = first + block.size(0)
+        numbers = torch.abs(block)
+        step = torch.amax(numbers, [-1], True).div_(level)
+        part = multiply(block, step, numbers, level, packed)
+        if bias is None:
+            torch.mul(part, step, out=made[first:last])
+        else:
+            torch.addcmul(bias, part, step, out=made[first:last])
+        first = last
     return made
 """
 
@@ -178,13 +192,12 @@ class FbgemmProduct(EngineProduct):
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
         product, product_in_blocks = _fbgemm_functions()
-        rows = _rows_at_once(states.shape[-1])
-        if states.numel() <= rows * states.shape[-1]:
-            made: torch.Tensor = product(states, self._packed, bias, LEVELS[bits])
+        made: torch.Tensor
+        if (blocks := _num_blocks(states)) == 1:
+            made = product(states, self._packed, bias, LEVELS[bits])
             return made
-        made = product_in_blocks(
-            states.reshape(-1, states.shape[-1]), self._packed, bias, LEVELS[bits], rows, self._out_features
-        )
+        rows = states.reshape(-1, states.shape[-1])
+        made = product_in_blocks(rows, self._packed, bias, LEVELS[bits], blocks, self._out_features)
         return made.view(*states.shape[:-1], self._out_features)
 
 
@@ -197,11 +210,7 @@ class OneDnnProduct(Product):
         weight = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
         self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
 
-    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
-        zero_point = LEVELS[bits] + 1
-        return self._multiply(numbers.view(torch.uint8).add_(zero_point), zero_point)
-
-    def _multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
         made: torch.Tensor = _qlinear(
             numbers, 1.0, zero_point, *self._packed, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -216,8 +225,8 @@ class OneDnnSignedProduct(OneDnnProduct):
 
     name = "oneDNN, signed inputs"
 
-    def multiply(self, numbers: torch.Tensor, bits: int) -> torch.Tensor:
-        return self._multiply(numbers, 0)
+    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+        return super().multiply(numbers.sub_(zero_point).view(torch.int8), 0)
 
 
 PATHS: tuple[type[Product], ...] = (FbgemmProduct, OneDnnProduct, OneDnnSignedProduct, EngineProduct)
@@ -325,28 +334,29 @@ def _fbgemm_functions() -> tuple[Any, Any]:
     return unit.product, unit.product_in_blocks
 
 
-def _rows_at_once(size: int) -> int:
-    return max(1, BLOCK_NUMBERS * torch.get_num_threads() // size)
+def _num_blocks(states: torch.Tensor) -> int:
+    return max(1, -(-states.numel() // (BLOCK_NUMBERS * torch.get_num_threads())))
 
 
 def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the int8 numbers [..., in] of states, each token divided by its step, and the steps [..., 1].
+    """Return the numbers u = n + level + 1, uint8 [..., in], of states, and the steps [..., 1].
 
-    Many tokens go block by block. The temporary results of all of them would be several times as large as the states;
-    they would not fit into the cache, and with glibc's default allocator they cost a page fault per page.
-
-    A token of zeros has step 0: its numbers are arbitrary and their product is multiplied by 0. A token with a NaN has
-    the step NaN, and so has its product.
+    Each token is divided by its step. A token of zeros has step 0: its numbers are arbitrary and their product is
+    multiplied by 0. A token with a NaN has the step NaN, and so has its product.
     """
-    size = states.shape[-1]
-    numbers = torch.empty(states.shape, dtype=torch.int8)
-    steps = states.new_empty(*states.shape[:-1], 1)
-    parts = states.reshape(-1, size), numbers.view(-1, size), steps.view(-1, 1)
-    for block, into, step in zip(*(each.split(_rows_at_once(size)) for each in parts), strict=True):
-        rounded = block.abs()
-        torch.amax(rounded, -1, keepdim=True, out=step).div_(level)
-        into.copy_(torch.div(block, step, out=rounded).round_())
-    return numbers, steps
+    rows = states.reshape(-1, states.shape[-1])
+    parts = [_round_block(block, level) for block in rows.chunk(_num_blocks(states))]
+    numbers, step = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return numbers.view(states.shape), step.view(*states.shape[:-1], 1)
+
+
+def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded = states.abs()
+    step = rounded.amax(-1, keepdim=True).div_(level)
+    # torch converts float32 to uint8 one number at a time, except in the operator that quantizes.
+    quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, level + 1, torch.quint8)
+    numbers = torch.empty(0, dtype=torch.uint8)
+    return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step
 
 
 def check_engine() -> None:

@@ -87,7 +87,7 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
         numbers, step = round_inputs(states, LARGEST)
         weight: Any = linear.weight
         outputs = nn.functional.linear(states, weight)
-        error = nn.functional.linear(numbers * step - states, weight)
+        error = nn.functional.linear((numbers.float() - LARGEST - 1) * step - states, weight)
         spread = (outputs - outputs.mean(0)).norm()
         if spread > 0:
             ratio = float((error - error.mean(0)).norm() / spread)

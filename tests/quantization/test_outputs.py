@@ -147,6 +147,8 @@ def test_all_paths_return_the_same_bits(bits):
     weight = Int8Weight.rounded(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
     states[7], states[9, 3] = 0.0, 1e6
+    # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
+    states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.LEVELS[bits]
     paths = int8_weight._correct_paths(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
         made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
