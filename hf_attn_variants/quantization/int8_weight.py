@@ -6,10 +6,10 @@ call are rounded as they come, each token by its own largest magnitude: x = step
     W x = scales * step * (N n)
 
 where N n is an exact sum in int32. The operators take n as unsigned numbers u = n + z with the zero point z = 128 (64
-for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several operators of torch compute this sum, and all paths below return the same
-bits. Which of them is fast depends on the processor and on the number of tokens, and the slow ones can be hundreds of
-times slower than float32. Therefore the paths are checked and timed once per process, and `path_for` returns the
-fastest correct one.
+for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several operators of torch compute this sum, and
+all paths below return the same bits. Which of them is fast depends on the processor and on the number of tokens, and
+the slow ones can be hundreds of times slower than float32. Therefore the paths are checked and timed once per process,
+and `path_for` returns the fastest correct one.
 """
 
 import bisect
