@@ -12,7 +12,7 @@ A change that must change nothing is shown by this comparison. The parts are:
 - `tables` and `helps`: what `inspect` prints, and the help of all commands.
 
 Everything goes through console commands and public names, so that a record survives a change of the modules. The
-models, data and tables come from the `tests` folder beside this file. If they have changed, run this file from a
+models, data and tables come from the `tests` folder of this checkout. If they have changed, run this file from a
 checkout of the commit that made the record, and name the new code by `--tree`.
 
 Digests depend on the order in which a processor adds numbers. They are equal between two runs on one type of

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from .digests import Record, digest, in_empty_folder, record, run, scrub
+from .digests import Record, digest, in_empty_folder, record_each, run, scrub
 from .sources import make_checkpoints, make_data
 
 __all__ = ["HISTORIES", "card_sections", "cards", "generated_card"]
@@ -19,7 +19,7 @@ GLUE = f"--task_name cola --data_dir CoLA {TRAIN}"
 T5 = "convert t5 --num_key_value_heads 2 --kv_lora_rank 8 --cross_kv_lora_rank 8 --method mean --output_dir t5-gqa"
 SQUAD = "--train_file questions.json --validation_file questions.json --max_query_length 8"
 WINDOW = "--encoder_attention_pattern sliding_window --encoder_attention_window 8"
-TABLE = "--train_file table.csv --validation_file table.csv --label_column tags --text_columns text"
+TABLE = "--train_file table.csv --validation_file table.csv --label_column label --text_columns text"
 # Each history: the commands that make the checkpoint, then `push` with the checkpoint and its flags.
 HISTORIES: dict[str, str] = {
     "converted": f"{BERT}; push converted",
@@ -77,7 +77,6 @@ def cards(texts: Path | None) -> Record:
     Args:
         texts: the folder that the scrubbed cards are written to; None: they are not written.
     """
-    records: Record = {}
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
         texts = texts.resolve()
@@ -86,10 +85,7 @@ def cards(texts: Path | None) -> Record:
         make_data()
         Path("notes.md").write_text("A note.\n", encoding="utf-8")
         Path("evaluations.json").write_text(json.dumps([EVALUATION]), encoding="utf-8")
-        for name in HISTORIES:
-            record(records, name, lambda: _card(name, texts))  # noqa: B023
-            print(f"  {name}", flush=True)
-    return records
+        return record_each(HISTORIES, lambda name: _card(name, texts))
 
 
 def generated_card(folder: Path, *flags: str) -> str:

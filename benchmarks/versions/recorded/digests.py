@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ __all__ = [
     "in_empty_folder",
     "json_records",
     "of_folder",
-    "record",
+    "record_each",
     "run",
     "scrub",
 ]
@@ -114,17 +114,21 @@ def run(*argv: Any) -> str:
     return printed.getvalue()
 
 
-def record(records: Record, name: str, make: Callable[[], Record]) -> None:
-    """Add the records of an item; if the item fails, the error is its only record."""
-    try:
-        made = make()
-    except MissingCommand as error:
-        print(f"  {name}: this tree does not have the command {error}", flush=True)
-        return
-    except Exception as error:
-        made = {"error": f"{type(error).__name__}: {scrub(str(error)).strip()[:300]}"}
-        print(f"  {name}: {made['error']}", flush=True)
-    records |= {f"{name}, {key}": value for key, value in made.items()}
+def record_each(items: Iterable[str], make: Callable[[str], Record]) -> Record:
+    """Return the records of items; the error is the only record of an item that fails."""
+    records: Record = {}
+    for item in items:
+        print(f"  {item}", flush=True)
+        try:
+            made = make(item)
+        except MissingCommand as error:
+            print(f"    This tree does not have the command {error}.", flush=True)
+            continue
+        except Exception as error:
+            made = {"error": f"{type(error).__name__}: {scrub(str(error)).strip()[:300]}"}
+            print(f"    {made['error']}", flush=True)
+        records |= {f"{item}, {key}": value for key, value in made.items()}
+    return records
 
 
 @contextlib.contextmanager

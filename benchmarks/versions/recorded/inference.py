@@ -10,10 +10,11 @@ import transformers
 from architectures import ARCHITECTURES
 from fixtures.golden_repositories import HOSTS, MECHANISMS, fields_of, takes
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from relatives import RELATIVES
 
 import hf_attn_variants
 
-from .digests import Record, digest, record
+from .digests import Record, digest, record_each
 
 __all__ = ["models", "quantized", "shared_memory"]
 
@@ -38,50 +39,47 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def models() -> Record:
-    """Return the records of every architecture with every mechanism that it supports."""
-    records: Record = {}
-    for host, (row, head) in HOSTS.items():
-        for mechanism in MECHANISMS:
-            if takes(host, mechanism):
-                torch.manual_seed(0)
-                record(records, f"{host}, {mechanism}", lambda: _of_model(row, host, mechanism, head))  # noqa: B023
-        print(f"  {host}", flush=True)
-    for row in ARCHITECTURES:
-        for head in row.heads:
-            record(records, head, lambda: _of_head(row.model(head, "gqa"), row.batch(head, labels=True)))  # noqa: B023
-    return records
+    """Return the records of every architecture with every mechanism that it supports, and of every head."""
+    mechanisms = {f"{host}, {name}": (host, name) for host in HOSTS for name in MECHANISMS if takes(host, name)}
+    heads = {head: row for row in (*ARCHITECTURES, *RELATIVES) for head in row.heads}
+    return record_each(mechanisms, lambda item: _of_model(*mechanisms[item])) | record_each(
+        heads, lambda head: _of_head(heads[head].model(head, "gqa"), heads[head].batch(head, labels=True))
+    )
 
 
 def shared_memory() -> Record:
     """Return the records of generation after `share_memory`, for Transformers' own encoder-decoders."""
-    records: Record = {}
-    for family in FAMILIES:
-        for cross_cache in ("keys_and_values", "encoder_outputs"):
-            model = hf_attn_variants.share_memory(tiny_model(family), cross_cache=cross_cache)
-            record(
-                records,
-                f"{family}, {cross_cache}",
-                lambda: _generated(model, source_batch(family), SEARCHES | MORE_SEARCHES),  # noqa: B023
-            )
-        print(f"  {family}", flush=True)
-    return records
+    items = {f"{name}, {form}": (name, form) for name in FAMILIES for form in ("keys_and_values", "encoder_outputs")}
+
+    def generated(item: str) -> Record:
+        family, form = items[item]
+        model = hf_attn_variants.share_memory(tiny_model(family), cross_cache=form)
+        return _generated(model, source_batch(family), SEARCHES | MORE_SEARCHES)
+
+    return record_each(items, generated)
 
 
 def quantized() -> Record:
     """Return the records of `quantize`: for each path of an int8 product, and in bfloat16."""
-    records: Record = {}
-    for kind in ("bert", "t5"):
-        for name, path in _int8_paths().items():
-            with _fixed_path(path):
-                record(records, f"{kind}, {name}", lambda: _of_quantized(kind, "gqa", "int8", False))  # noqa: B023
-            print(f"  {kind}, {name}", flush=True)
-        for variant in (None, *VARIANTS):
-            for dtype in ("int8", "bfloat16"):
-                record(records, f"{kind}, {variant}, {dtype}", lambda: _of_quantized(kind, variant, dtype))  # noqa: B023
-    return records
+    paths = {f"{kind}, {name}": (kind, path) for kind in ("bert", "t5") for name, path in _int8_paths().items()}
+    chosen = {
+        f"{kind}, {variant}, {dtype}": (kind, variant, dtype)
+        for kind in ("bert", "t5")
+        for variant in (None, *VARIANTS)
+        for dtype in ("int8", "bfloat16")
+    }
+
+    def on_path(item: str) -> Record:
+        kind, path = paths[item]
+        with _fixed_path(path):
+            return _of_quantized(kind, "gqa", "int8", generates=False)
+
+    return record_each(paths, on_path) | record_each(chosen, lambda item: _of_quantized(*chosen[item]))
 
 
-def _of_model(row: Any, host: str, mechanism: str, head: str) -> Record:
+def _of_model(host: str, mechanism: str) -> Record:
+    torch.manual_seed(0)
+    row, head = HOSTS[host]
     model, batch = row.model(head, **fields_of(host, mechanism)), row.batch(head)
     state = {name: list(each.shape) for name, each in model.state_dict().items()}
     records = {"tensors": digest(state, *model.state_dict().values())}
@@ -151,7 +149,7 @@ def _of_quantized(kind: str, variant: str | None, dtype: str, generates: bool = 
 
 
 def _int8_paths() -> dict[str, Any]:
-    """Return the correct paths of an int8 product on this processor, by name; none if the module has moved.
+    """Return the correct paths of an int8 product on this processor with their names; none if the module has moved.
 
     This and `_fixed_path` import an internal module, because the fastest path is chosen by time in each process.
     All paths return the same bits, so the records without a fixed path still compare a tree whose module has moved.

@@ -13,9 +13,7 @@ from fixtures.superglue import write_superglue
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
 from fixtures.uptraining import make_bert, make_t5, make_text
 
-from .digests import run
-
-__all__ = ["convert", "make_checkpoints", "make_data"]
+__all__ = ["make_checkpoints", "make_data"]
 
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 
@@ -69,10 +67,3 @@ def make_data() -> None:
     articles = ["\n".join(lines[i : i + 4]) for i in range(0, len(lines), 4)]
     Path("articles.txt").write_text("\n\n".join(articles[2:]) + "\n", encoding="utf-8")
     Path("held-out.txt").write_text("\n\n".join(articles[:2]) + "\n", encoding="utf-8")
-
-
-def convert(source: str, output: str, *flags: str) -> str:
-    """Convert a checkpoint, once, and return the name of the new folder."""
-    if not Path(output).exists():
-        run("convert", source, *flags, "--output_dir", output, "--disable_tqdm")
-    return output
