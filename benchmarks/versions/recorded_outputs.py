@@ -97,6 +97,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 def main(args: argparse.Namespace) -> None:
     """Record, and compare with an earlier record."""
     made_by, records = prepare_process(args.tree), dict[str, Any]()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     for part in args.parts:
         module, name = PARTS[part]
         print(part, flush=True)
@@ -104,8 +105,7 @@ def main(args: argparse.Namespace) -> None:
         function = getattr(importlib.import_module(f"benchmarks.versions.recorded.{module}"), name)
         records[part] = function(args.cards_dir) if inspect.signature(function).parameters else function()
         print(f"{part}: {len(records[part])} items, {time.perf_counter() - start:.0f} s", flush=True)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"made by": made_by, **records}, indent=0) + "\n", encoding="utf-8")
+        args.output.write_text(json.dumps({"made by": made_by, **records}, indent=0) + "\n", encoding="utf-8")
     if args.compare is not None:
         before = json.loads(args.compare.read_text(encoding="utf-8"))
         others = {
