@@ -102,8 +102,12 @@ def main(args: argparse.Namespace) -> None:
         module, name = PARTS[part]
         print(part, flush=True)
         start = time.perf_counter()
-        function = getattr(importlib.import_module(f"benchmarks.versions.recorded.{module}"), name)
-        records[part] = function(args.cards_dir) if inspect.signature(function).parameters else function()
+        try:
+            function = getattr(importlib.import_module(f"benchmarks.versions.recorded.{module}"), name)
+            records[part] = function(args.cards_dir) if inspect.signature(function).parameters else function()
+        except (ImportError, AttributeError) as error:  # the tree has no such name any more
+            records[part] = {"error": f"{type(error).__name__}: {error}"}
+            print(f"  {records[part]['error']}", flush=True)
         print(f"{part}: {len(records[part])} items, {time.perf_counter() - start:.0f} s", flush=True)
         args.output.write_text(json.dumps({"made by": made_by, **records}, indent=0) + "\n", encoding="utf-8")
     if args.compare is not None:
