@@ -113,7 +113,8 @@ def _of_head(model: Any, batch: dict[str, torch.Tensor]) -> Record:
 def _generated(model: Any, inputs: dict[str, torch.Tensor], searches: dict[str, dict[str, Any]]) -> Record:
     """Return the tokens and scores of each search, or the type of the error if the model does not support it."""
     records: Record = {}
-    options = SIX_TOKENS | ({"return_timestamps": False} if "input_features" in inputs else {"pad_token_id": 0})
+    is_whisper = "whisper" in model.config.model_type
+    options = SIX_TOKENS | ({"return_timestamps": False} if is_whisper else {"pad_token_id": 0})
     for name, search in searches.items():
         torch.manual_seed(0)
         try:
