@@ -28,8 +28,7 @@ MIXED = ("onnx_latency", "talking_heads_cpu_layers")
 ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
 SERVED = tuple(f"serving_t5-small_{kind}_batch{size}" for kind in ("cpu", "amx") for size in (1, 4))
 WITHOUT_LINKS = {
-    ("README.md", "In one line, nothing converted"): SERVED,
-    ("README.md", "Converted"): (*BERTS, *LONG),
+    ("README.md", "hf_attn_variants"): SERVED,
     ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE, *SERVED),
     ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, *SERVED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
