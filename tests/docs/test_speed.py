@@ -32,7 +32,8 @@ WITHOUT_LINKS = {
     ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE, *SERVED),
     ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, *SERVED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
-    ("sparse.md", "How it is computed"): ("sliding_window_cpu",),
+    ("sparse.md", "Implementation"): ("sliding_window_cpu",),
+    ("share_memory.md", "Sharing memory between beams"): SERVED,
     ("sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
     ("linear.md", "A softmax in some layers"): ("linear_attention_models_cpu",),
 }
