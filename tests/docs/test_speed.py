@@ -29,7 +29,9 @@ ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
 SERVED = tuple(f"serving_t5-small_{kind}_batch{size}" for kind in ("cpu", "amx") for size in (1, 4))
 WITHOUT_LINKS = {
     ("README.md", "hf_attn_variants"): SERVED,
-    ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE, *SERVED),
+    ("which.md", "Decoders"): (*LONG, *SERVED),
+    ("which.md", "Encoders"): (*BERTS, *LINEAR),
+    ("which.md", "Research"): ALONE,
     ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, *SERVED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
     ("sparse.md", "Implementation"): ("sliding_window_cpu",),
