@@ -9,7 +9,7 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
-from hf_attn_variants import convert, reference, reference_scores
+from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card_text import summary
 from hf_attn_variants.inspection.costs import score_parts
@@ -17,6 +17,8 @@ from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
+from hf_attn_variants.reference import scores as reference_scores
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -210,7 +212,7 @@ def by_the_formula_of_each(module, query, key, value, attention_mask, **options)
         allowed = allowed.tril()
     added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
     bias, scale = options.get("position_bias"), options.get("scaling") or query.shape[-1] ** -0.5
-    output, _ = reference.attention_core(query, key, value, scale=scale, bias=bias, mask=added)
+    output, _ = attention_core(query, key, value, scale=scale, bias=bias, mask=added)
     return output.transpose(1, 2), None
 
 

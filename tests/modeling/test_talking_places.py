@@ -16,9 +16,9 @@ from transformers import T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
-from hf_attn_variants import reference
 from hf_attn_variants.modeling.attention import attention_interface
 from hf_attn_variants.modeling.variant_names import SDPA
+from hf_attn_variants.reference.talking_heads import attention_core
 
 ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
@@ -110,9 +110,7 @@ def with_the_formula(monkeypatch, model):
         P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
         terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], each) for name, each in own.items()}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output, weights = reference.attention_core(
-            query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms
-        )
+        output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
 
     for site, _, module in model.named_attentions():
