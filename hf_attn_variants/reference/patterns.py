@@ -33,8 +33,8 @@ def sliding_window_mask(
     n: int, *, window: int, dilation: int = 1, global_tokens: int = 0, causal: bool = False
 ) -> Tensor:
     """The same as a mask [n, n] of full attention: True if position i reads position j."""
-    fields = {"window": window, "dilation": dilation, "global_tokens": global_tokens, "causal": causal}
-    return pattern_mask(n, partial(keys_in_window, **fields))
+    window_of = partial(keys_in_window, window=window, dilation=dilation, global_tokens=global_tokens, causal=causal)
+    return pattern_mask(n, window_of)
 
 
 def sliding_window_attention(
@@ -88,7 +88,7 @@ def keys_in_dilated_block(i: int, n: int, *, block: int, step: int, causal: bool
 def keys_in_random_blocks(
     i: int, n: int, *, block: int, random: int, seed: int = 0, layer: int = 0, causal: bool = False
 ) -> list[int]:
-    """The positions that position i of n reads: its block, the two beside it and `random` others (2007.14062, 2).
+    """The positions that position i of n reads: its block, the two neighbors and `random` others (2007.14062, 2).
 
     Which others is drawn once a layer: of the blocks farther away, those with the smallest draws.
     """
