@@ -346,7 +346,7 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
     model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["value_head_dim"], saved["attn_variants_format"]) == (SMALL, 4)
+    assert (saved["value_head_dim"], saved["per_layer_values"]) == (SMALL, None)
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert again(**batch)[0].equal(model(**batch)[0])
@@ -355,10 +355,8 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
     same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
     for config in (plain, same):
         values = config.to_dict()
-        assert "value_head_dim" not in values and values["attn_variants_format"] == 2
+        assert "value_head_dim" not in values
         assert type(config).from_dict(values).value_head_dim is None
-    with pytest.raises(ValueError, match=r"`attn_variants_format` 4.*this configuration is of 1: give"):
-        row.config(value_head_dim=SMALL, attn_variants_format=1)
 
 
 def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
