@@ -11,7 +11,7 @@ from relatives import ENCODER_DECODERS
 
 import hf_attn_variants
 from hf_attn_variants.modeling.mechanisms.patterns import transient_global
-from hf_attn_variants.reference_patterns import transient_global_attention
+from hf_attn_variants.reference.patterns import transient_global_attention
 
 pytestmark = pytest.mark.cross_product
 

@@ -16,11 +16,9 @@ from ...files import (
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
-    REFRESH_PREFIX,
     RESULT_FILES,
     SENTENCE_MODULES_NAME,
     TRACKER_FOLDERS,
-    UNFINISHED_REFRESH,
     WEIGHTS_NAME,
     load_json,
 )
@@ -147,14 +145,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    try:
-        config = load_json(path, "utf-8-sig")
-    except ValueError as error:
-        if not (folder / UNFINISHED_REFRESH).is_dir():
-            raise
-        raise ValueError(
-            f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it."
-        ) from error
+    config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
@@ -193,7 +184,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
         inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        inside = sorted(name for name in inside if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
+        inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
         skipped = [name for name in inside if relative == Path(".") and _is_skipped_folder(name)]
         skipped += [name for name in inside if name not in skipped and _is_refused(folder, relative / name, modules)]
         subfolders[:] = [name for name in inside if name not in skipped]

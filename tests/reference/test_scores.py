@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_attn_variants import reference
-from hf_attn_variants.reference_scores import (
+from hf_attn_variants.reference.heads import dot_product_attention
+from hf_attn_variants.reference.scores import (
     additive_attention,
     additive_scores,
     bahdanau_context,
@@ -74,7 +74,7 @@ def test_luongs_output_is_of_the_context_and_the_own_state():
     h, H, W_c = draw(2, 4), draw(2, 5, 4), draw(3, 8)
     output, weights = luong_output(h, H, torch.eye(4, dtype=torch.float64), W_c)
     for row in range(2):  # the identity: dot-product attention
-        context = reference.dot_product_attention(h[row], H[row], H[row])
+        context = dot_product_attention(h[row], H[row], H[row])
         torch.testing.assert_close(context, weights[row] @ H[row])
         torch.testing.assert_close(output[row], torch.tanh(W_c[:, :4] @ context + W_c[:, 4:] @ h[row]))
 

@@ -1,8 +1,6 @@
-"""Scores other than the dot product, and positions, by their formulas: the executable specification of both.
+"""Scores other than the dot product, and positions (arXiv 1409.0473, 1508.04025, 1706.03762).
 
-Sources: additive scores, arXiv 1409.0473 (Bahdanau et al.), sections 3.1 and A.1.2; dot and general scores, and the
-attentional output, 1508.04025 (Luong et al.), sections 3 and 3.1; sinusoidal positions, 1706.03762, section 3.5.
-Letters as in `reference`; a is the size of what the additive score sums over, s a decoder's state.
+a is the size that the additive score sums over, s a decoder's state.
 """
 
 import math
@@ -10,17 +8,7 @@ import math
 import torch
 from torch import Tensor, cat, einsum
 
-from .reference import masked_softmax
-
-__all__ = [
-    "additive_attention",
-    "additive_scores",
-    "bahdanau_context",
-    "dot_scores",
-    "general_scores",
-    "luong_output",
-    "sinusoidal_positions",
-]
+from .heads import Maybe, masked_softmax
 
 
 def additive_scores(Q: Tensor, K: Tensor, W: Tensor, U: Tensor, v: Tensor) -> Tensor:
@@ -32,21 +20,16 @@ def additive_scores(Q: Tensor, K: Tensor, W: Tensor, U: Tensor, v: Tensor) -> Te
 
 
 def additive_attention(
-    Q: Tensor, K: Tensor, V: Tensor, W: Tensor, U: Tensor, v: Tensor, *, mask: Tensor | None = None
+    Q: Tensor, K: Tensor, V: Tensor, W: Tensor, U: Tensor, v: Tensor, *, mask: Maybe = None
 ) -> Tensor:
-    """Attention by additive scores, each head with its own W and v, key heads with their U.
+    """Attention by additive scores (1409.0473, A.1.2), with W and v per query head and U per key head.
 
     Q [b, h, n, k], K and V [b, G, m, k] (query heads g*i .. g*i + g-1 share head i), W [h, k, k], U [G, k, k],
-    v [h, k], mask added, broadcast to [b, h, n, m] (a bias may be part of it) -> [b, h, n, k].
+    v [h, k], mask [b, h, n, m] -> [b, h, n, k].
     """
     g = Q.shape[1] // K.shape[1]
-    heads = []
-    for i in range(Q.shape[1]):
-        logits = additive_scores(Q[:, i], K[:, i // g], W[i], U[i // g], v[i])
-        if mask is not None:
-            logits = logits + mask.expand(Q.shape[0], Q.shape[1], *logits.shape[1:])[:, i]
-        heads.append(masked_softmax(logits) @ V[:, i // g])
-    return torch.stack(heads, dim=1)
+    heads = [additive_scores(Q[:, i], K[:, i // g], W[i], U[i // g], v[i]) for i in range(Q.shape[1])]
+    return masked_softmax(torch.stack(heads, dim=1), mask) @ V.repeat_interleave(g, dim=1)
 
 
 def dot_scores(Q: Tensor, K: Tensor) -> Tensor:
@@ -57,8 +40,7 @@ def dot_scores(Q: Tensor, K: Tensor) -> Tensor:
 def general_scores(Q: Tensor, K: Tensor, W: Tensor) -> Tensor:
     """q^T W k (1508.04025, 3.1): Q [b, n, k], K [b, m, l], W [k, l] -> [b, n, m].
 
-    It is the dot product of W^T q with k: in a Transformer, whose queries are P_q x, the one map P_q W is as general,
-    so that there is nothing to add to a dot product whose query map is learned.
+    It is the dot product of W^T q with k. So a Transformer's learned projection P_q is already as general.
     """
     return einsum("bnk,kl,bml->bnm", Q, W, K)
 
@@ -69,16 +51,15 @@ def bahdanau_context(s: Tensor, H: Tensor, W: Tensor, U: Tensor, v: Tensor) -> t
     s = s_{t-1} [b, d_s] is the query, the annotations H [b, m, d_h] are keys and values; W [a, d_s], U [a, d_h],
     v [a] -> c_t [b, d_h] and alpha_t [b, m]. The recurrent cell then makes s_t of s_{t-1}, the last word and c_t.
     """
-    scores = torch.tanh((s @ W.T).unsqueeze(1) + H @ U.T) @ v
-    alpha = masked_softmax(scores)
+    alpha = masked_softmax(additive_scores(s.unsqueeze(1), H, W, U, v)[:, 0])
     return einsum("bm,bmd->bd", alpha, H), alpha
 
 
 def luong_output(h: Tensor, H: Tensor, W_a: Tensor, W_c: Tensor) -> tuple[Tensor, Tensor]:
     """The attentional output of a step, from its own state (1508.04025, 3): tanh(W_c [c_t; h_t]).
 
-    h = h_t [b, d] is the query of a general score W_a [d, d_h] (the identity: dot), H [b, m, d_h] the source's states,
-    W_c [d, d_h + d] -> the output [b, d] and the weights a_t [b, m].
+    h = h_t [b, d] is the query of a general score W_a [d, d_h] (the identity: dot), H [b, m, d_h] the encoder's
+    states, W_c [d, d_h + d] -> the output [b, d] and the weights a_t [b, m].
     """
     weights = masked_softmax(general_scores(h.unsqueeze(1), H, W_a)[:, 0])
     c = einsum("bm,bmd->bd", weights, H)

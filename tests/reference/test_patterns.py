@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_attn_variants.reference import attention_core
-from hf_attn_variants.reference_patterns import (
+from hf_attn_variants.reference.patterns import (
     keys_by_stride,
     keys_in_local_block,
     keys_in_random_blocks,
@@ -14,6 +13,7 @@ from hf_attn_variants.reference_patterns import (
     sliding_window_attention,
     sliding_window_mask,
 )
+from hf_attn_variants.reference.talking_heads import attention_core
 
 DRAWN = {
     "window": ({"window": 2}, ["##...", "###..", ".###.", "..###", "...##"]),

@@ -1,6 +1,7 @@
 """The papers' formulas against independent computations: torch's own attention, explicit loops, one another."""
 
 import ast
+import importlib
 import inspect
 import itertools
 import math
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_attn_variants import reference as ref
+from hf_attn_variants.reference import heads, talking_heads
 
 B, N, M_LEN, D, K_DIM, V_DIM, H = 2, 3, 5, 12, 4, 3, 4
 SCALE = 1 / math.sqrt(K_DIM)
@@ -57,55 +58,58 @@ def sdpa_layer(X, M, P_q, P_k, P_v, P_o, mask=None, scale=SCALE):
     return out.transpose(1, 2).flatten(2) @ P_o.permute(0, 2, 1).reshape(h * v, d)
 
 
-def test_every_public_function_is_listed_and_the_module_stands_alone():
-    functions = [name for name, f in vars(ref).items() if inspect.isfunction(f) and f.__module__ == ref.__name__]
-    assert sorted(name for name in functions if name[0] != "_") == sorted(ref.__all__)
-    imported = [
-        alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(ast.parse(inspect.getsource(ref)))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    ]
-    assert set(imported) == {"torch"}
+@pytest.mark.parametrize("name", ["heads", "linear", "patterns", "scores", "talking_heads"])
+def test_the_formulas_stand_alone(name):
+    module = importlib.import_module(f"hf_attn_variants.reference.{name}")
+    nodes = [*ast.walk(ast.parse(inspect.getsource(module)))]
+    siblings = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level != 1}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert siblings <= {"heads", "talking_heads"}
+    assert imported <= {"collections.abc", "functools", "math", "torch", "typing"}
 
 
 def test_masked_softmax_equals_torch_where_torch_is_defined():
     logits = rand(3, 4, 7) * 30
     logits[..., 2] = -torch.inf
-    close(ref.masked_softmax(logits), torch.softmax(logits, -1))
+    close(heads.masked_softmax(logits), torch.softmax(logits, -1))
 
 
 def test_masked_softmax_of_masked_rows():
     logits = rand(4, 5).requires_grad_()
-    infinite = ref.masked_softmax(logits + torch.full((4, 1), -torch.inf))
+    infinite = heads.masked_softmax(logits + torch.full((4, 1), -torch.inf))
     assert torch.equal(infinite, torch.zeros_like(infinite))
     infinite.sum().backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
-    close(ref.masked_softmax(logits + torch.finfo(torch.float64).min), torch.full((4, 5), 0.2, dtype=torch.float64))
+    close(heads.masked_softmax(logits + torch.finfo(torch.float64).min), torch.full((4, 5), 0.2, dtype=torch.float64))
 
 
 def test_dot_product_attention_by_hand():
     q, K, V = rand(K_DIM), rand(M_LEN, K_DIM), rand(M_LEN, V_DIM)
     scores = [math.exp(SCALE * sum(q[c] * K[row, c] for c in range(K_DIM))) for row in range(M_LEN)]
     expected = sum(score / sum(scores) * V[row] for row, score in enumerate(scores))
-    close(ref.dot_product_attention(q, K, V, scale=SCALE), expected)
+    close(heads.dot_product_attention(q, K, V, scale=SCALE), expected)
 
 
 def test_one_query_equals_sum_of_heads_and_concatenated_heads():
     x, M, P = rand(D), rand(M_LEN, D), weights()
     expected = sdpa_layer(x[None, None], M[None], *P)[0, 0]
-    for function in (ref.multihead_attention_one_query, ref.multihead_attention_sum, ref.multihead_attention_concat):
+    for function in (
+        heads.multihead_attention_one_query,
+        heads.multihead_attention_sum,
+        heads.multihead_attention_concat,
+    ):
         close(function(x, M, *P, scale=SCALE), expected)
 
 
 def test_batched_multihead_equals_one_query_at_a_time_and_torch():
     X, M = inputs()
     P = weights()
-    Y = ref.multihead_attention(X, M, *P, scale=SCALE)
+    Y = heads.multihead_attention(X, M, *P, scale=SCALE)
     for b, n in itertools.product(range(B), range(N)):
-        close(Y[b, n], ref.multihead_attention_one_query(X[b, n], M[b], *P, scale=SCALE))
+        close(Y[b, n], heads.multihead_attention_one_query(X[b, n], M[b], *P, scale=SCALE))
     mask = rand(B, H, N, M_LEN)
-    close(ref.multihead_attention(X, M, *P, mask=mask, scale=SCALE), sdpa_layer(X, M, *P, mask=mask))
+    close(heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE), sdpa_layer(X, M, *P, mask=mask))
 
 
 def test_multihead_equals_nn_multihead_attention():
@@ -114,7 +118,7 @@ def test_multihead_equals_nn_multihead_attention():
     size = D // H
     P_q, P_k, P_v = (W.view(H, size, D).transpose(1, 2) for W in layer.in_proj_weight.chunk(3))
     P_o = layer.out_proj.weight.view(D, H, size).transpose(0, 1)
-    close(ref.multihead_attention(X, M, P_q, P_k, P_v, P_o, scale=size**-0.5), layer(X, M, M)[0])
+    close(heads.multihead_attention(X, M, P_q, P_k, P_v, P_o, scale=size**-0.5), layer(X, M, M)[0])
 
 
 @pytest.mark.parametrize("G", [1, 2, 4])
@@ -122,34 +126,34 @@ def test_grouped_query_is_multihead_with_repeated_heads(G):
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=G)
     mask = rand(B, H, N, M_LEN)
-    expected = sdpa_layer(X, M, P_q, ref.repeat_kv_heads(P_k, H), ref.repeat_kv_heads(P_v, H), P_o, mask=mask)
-    close(ref.grouped_query_attention(X, M, P_q, P_k, P_v, P_o, mask=mask, scale=SCALE), expected)
+    expected = sdpa_layer(X, M, P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o, mask=mask)
+    close(heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o, mask=mask, scale=SCALE), expected)
     if G == 1:
-        close(ref.multiquery_attention(X, M, P_q, P_k[0], P_v[0], P_o, mask=mask, scale=SCALE), expected)
+        close(heads.multiquery_attention(X, M, P_q, P_k[0], P_v[0], P_o, mask=mask, scale=SCALE), expected)
 
 
 def test_consecutive_query_heads_share_a_head():
     """g = 2: query heads 0, 1 read head 0 and 2, 3 read head 1, and no other order gives the same result."""
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=2)
-    Y = ref.grouped_query_attention(X, M, P_q, P_k, P_v, P_o)
+    Y = heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o)
     in_order, interleaved = [0, 0, 1, 1], [0, 1, 0, 1]
-    close(ref.multihead_attention(X, M, P_q, P_k[in_order], P_v[in_order], P_o), Y)
-    assert (ref.multihead_attention(X, M, P_q, P_k[interleaved], P_v[interleaved], P_o) - Y).abs().max() > 0.1
+    close(heads.multihead_attention(X, M, P_q, P_k[in_order], P_v[in_order], P_o), Y)
+    assert (heads.multihead_attention(X, M, P_q, P_k[interleaved], P_v[interleaved], P_o) - Y).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
     ("batched", "incremental", "kv", "cache"),
     [
-        (ref.multihead_attention, ref.multihead_attention_incremental, H, (B, H)),
-        (ref.grouped_query_attention, ref.grouped_query_attention_incremental, 2, (B, 2)),
-        (ref.multiquery_attention, ref.multiquery_attention_incremental, 1, (B,)),
+        (heads.multihead_attention, heads.multihead_attention_incremental, H, (B, H)),
+        (heads.grouped_query_attention, heads.grouped_query_attention_incremental, 2, (B, 2)),
+        (heads.multiquery_attention, heads.multiquery_attention_incremental, 1, (B,)),
     ],
 )
 def test_incremental_equals_batched_with_a_causal_mask(batched, incremental, kv, cache):
     X = rand(B, 6, D)
     P_q, P_k, P_v, P_o = weights(kv=kv)
-    if batched is ref.multiquery_attention:
+    if batched is heads.multiquery_attention:
         P_k, P_v = P_k[0], P_v[0]
     Y = batched(X, X, P_q, P_k, P_v, P_o, mask=causal(6), scale=SCALE)
     K, V = rand(*cache, 0, K_DIM), rand(*cache, 0, V_DIM)
@@ -201,7 +205,7 @@ def test_talking_heads_with_identity_projections_is_multihead():
     P, eye, mask = weights(), torch.eye(H, dtype=torch.float64), rand(B, H, N, M_LEN)
     expected = sdpa_layer(X, M, *P, mask=mask)
     for projections in ({}, {"P_l": eye}, {"P_w": eye}, {"P_l": eye, "P_w": eye}):
-        close(ref.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE), expected)
+        close(talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE), expected)
 
 
 def test_talking_heads_equals_loops_with_bias_and_mask_after_the_logits_projection():
@@ -209,7 +213,7 @@ def test_talking_heads_equals_loops_with_bias_and_mask_after_the_logits_projecti
     P, P_l, P_w = talking_weights()
     bias, mask = rand(1, 4, N, M_LEN), torch.zeros(B, 1, 1, M_LEN, dtype=torch.float64)
     mask[0, ..., -1] = -torch.inf  # before a projection this would be NaN or flip its sign
-    Y = ref.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE)
+    Y = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE)
     close(Y, talking_heads_loops(X, M, P, P_l, P_w, term=bias + mask))
 
 
@@ -223,8 +227,8 @@ def test_one_projection_alone_is_the_other_at_identity(which):
     else:  # 4 query, key and softmax heads, 3 value heads
         P, _, P_w = talking_weights(h_k=4, h=4, h_v=3)
         alone, both = {"P_w": P_w}, {"P_l": eye, "P_w": P_w}
-    Y = ref.talking_heads_attention(X, M, *P, **alone, scale=SCALE)
-    close(Y, ref.talking_heads_attention(X, M, *P, **both, scale=SCALE))
+    Y = talking_heads.talking_heads_attention(X, M, *P, **alone, scale=SCALE)
+    close(Y, talking_heads.talking_heads_attention(X, M, *P, **both, scale=SCALE))
     close(Y, talking_heads_loops(X, M, P, both["P_l"], both["P_w"]))
 
 
@@ -232,11 +236,11 @@ def test_one_projection_alone_is_the_other_at_identity(which):
 def test_dynamic_projections(names):
     X, M = inputs()
     P, P_l, P_w = talking_weights()
-    static = ref.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE)
+    static = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in dynamic_weights(names=names).items()}
-    close(ref.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **zeros), static)
+    close(talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **zeros), static)
     dynamic = dynamic_weights(names=names)
-    Y = ref.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **dynamic)
+    Y = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **dynamic)
     assert (Y - static).abs().max() > 1e-3
     close(Y, talking_heads_loops(X, M, P, P_l, P_w, dynamic=dynamic))
 
@@ -244,7 +248,7 @@ def test_dynamic_projections(names):
 def test_general_bilinear_by_loops():
     X, M = inputs()
     B_l, B_v, mask = rand(H, D, D) / D, rand(H, D, D), rand(B, H, N, M_LEN)
-    Y = ref.bilinear_attention(X, M, B_l, B_v, mask=mask)
+    Y = talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask)
     for b in range(B):
         for n in range(N):
             per_head = [
@@ -258,8 +262,11 @@ def test_general_bilinear_by_loops():
 def test_multihead_is_a_low_rank_bilinear_attention():
     X, M = inputs()
     P, mask = weights(), rand(B, H, N, M_LEN)
-    B_l, B_v = ref.bilinear_forms_of_multihead(*P, scale=SCALE)
-    close(ref.bilinear_attention(X, M, B_l, B_v, mask=mask), ref.multihead_attention(X, M, *P, mask=mask, scale=SCALE))
+    B_l, B_v = talking_heads.bilinear_forms(*P, scale=SCALE)
+    close(
+        talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask),
+        heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE),
+    )
     assert torch.linalg.matrix_rank(B_l).tolist() == [K_DIM] * H
     assert torch.linalg.matrix_rank(B_v).tolist() == [V_DIM] * H
 
@@ -267,8 +274,8 @@ def test_multihead_is_a_low_rank_bilinear_attention():
 def test_grouped_query_is_a_bilinear_attention():
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=2)
-    forms = ref.bilinear_forms_of_multihead(P_q, ref.repeat_kv_heads(P_k, H), ref.repeat_kv_heads(P_v, H), P_o)
-    close(ref.bilinear_attention(X, M, *forms), ref.grouped_query_attention(X, M, P_q, P_k, P_v, P_o))
+    forms = talking_heads.bilinear_forms(P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o)
+    close(talking_heads.bilinear_attention(X, M, *forms), heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o))
 
 
 @pytest.mark.parametrize("rank", [7, D])
@@ -276,11 +283,11 @@ def test_latent_attention_is_multihead_attention_to_the_latent(rank):
     X, M = inputs()
     (P_q, _, _, P_o), (_, P_k, P_v, _), A = weights(), weights(d=rank), rand(D, rank)
     mask = rand(B, H, N, M_LEN)
-    Y = ref.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
-    close(Y, ref.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
+    Y = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
+    close(Y, heads.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
     if rank == D:  # the memory itself
         whole, eye = (P_q, A @ P_k, A @ P_v, P_o), torch.eye(D, dtype=torch.float64)
-        close(ref.latent_attention(X, M, eye, *whole, mask=mask), Y)
+        close(heads.latent_attention(X, M, eye, *whole, mask=mask), Y)
 
 
 @pytest.mark.parametrize("given", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
@@ -290,9 +297,9 @@ def test_talking_heads_is_a_low_rank_bilinear_attention(given):
     P, P_l, P_w = talking_weights(h_k=h_k, h=4, h_v=h_v)
     projections = {name: tensor for name, tensor in (("P_l", P_l), ("P_w", P_w)) if name in given}
     mask = rand(B, 4, N, M_LEN)
-    B_l, B_v = ref.bilinear_forms_of_talking_heads(*P, **projections, scale=SCALE)
-    expected = ref.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE)
-    close(ref.bilinear_attention(X, M, B_l, B_v, mask=mask), expected)
+    B_l, B_v = talking_heads.bilinear_forms(*P, **projections, scale=SCALE)
+    expected = talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE)
+    close(talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask), expected)
     # each form has up to h_k times the rank of a head; the forms together span no more than h_k of them
     head_rank = (h_k if "P_l" in given else 1) * K_DIM
     assert torch.linalg.matrix_rank(B_l).tolist() == [min(D, head_rank)] * 4
@@ -304,7 +311,7 @@ def test_talking_heads_is_a_low_rank_bilinear_attention(given):
 def test_core_equals_torch_with_grouped_heads(h, kv):
     query, key, value = rand(B, h, N, 4), rand(B, kv, M_LEN, 4), rand(B, kv, M_LEN, 3)
     mask = rand(B, h, N, M_LEN)
-    output, used = ref.attention_core(query, key, value, scale=0.3, mask=mask)
+    output, used = talking_heads.attention_core(query, key, value, scale=0.3, mask=mask)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
     close(output, expected)
     assert used.shape == (B, h, N, M_LEN)
@@ -314,7 +321,7 @@ def test_core_equals_torch_with_grouped_heads(h, kv):
 
 @pytest.mark.parametrize("names", [(), ("x2l",), ("m2w",), DYNAMIC])
 def test_core_equals_the_formula_of_talking_heads(names):
-    """Forward and gradients, with separate head counts: the two are written differently (loops, einsum)."""
+    """Forward and gradients, with separate head counts."""
     X, M = inputs()
     P, P_l, P_w = talking_weights()
     P_q, P_k, P_v, P_o = P
@@ -327,11 +334,13 @@ def test_core_equals_the_formula_of_talking_heads(names):
         name.removeprefix("P_"): torch.tensordot(X if "x2" in name else M, tensor, 1)
         for name, tensor in dynamic.items()
     }
-    output, _ = ref.attention_core(
+    output, _ = talking_heads.attention_core(
         query, key, value, scale=SCALE, P_l=P_l, P_w=P_w, bias=bias, mask=mask, **matrices
     )  # [b, h_v, n, v]
     Y = (output @ P_o.transpose(1, 2)).sum(1)
-    expected = ref.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE, **dynamic)
+    expected = talking_heads.talking_heads_attention(
+        X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE, **dynamic
+    )
     close(Y, expected)
     upstream = rand(*Y.shape)
     actual_grads = torch.autograd.grad(Y, leaves, upstream)
@@ -344,8 +353,8 @@ def test_core_with_grouped_talking_heads():
     """k divides h_k and h_v; key and value heads may differ in number."""
     P_l, P_w = rand(4, 3), rand(3, 6)
     query, key, value = rand(B, 4, N, 4), rand(B, 2, M_LEN, 4), rand(B, 3, M_LEN, 5)
-    output, used = ref.attention_core(query, key, value, scale=0.5, P_l=P_l, P_w=P_w)
-    repeated = ref.attention_core(
+    output, used = talking_heads.attention_core(query, key, value, scale=0.5, P_l=P_l, P_w=P_w)
+    repeated = talking_heads.attention_core(
         query, key[:, [0, 0, 1, 1]], value[:, [0, 0, 1, 1, 2, 2]], scale=0.5, P_l=P_l, P_w=P_w
     )
     assert output.shape == (B, 6, N, 5) and used.shape == (B, 6, N, M_LEN)
@@ -358,16 +367,18 @@ def test_core_fully_masked_rows():
     mask = torch.zeros(B, 1, N, M_LEN, dtype=torch.float64)
     mask[0, :, 1] = -torch.inf
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    output, used = ref.attention_core(query, key, value, scale=0.5, mask=mask)
+    output, used = talking_heads.attention_core(query, key, value, scale=0.5, mask=mask)
     assert torch.equal(output[0, :, 1], torch.zeros(H, 3, dtype=torch.float64)) and not used[0, :, 1].any()
     close(output, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5))
     grads = torch.autograd.grad(output.sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads) and not grads[0][0, :, 1].any()
     P_w = rand(H, 2)
-    mixed, _ = ref.attention_core(query, key, value[:, :2], scale=0.5, P_w=P_w, mask=mask)
+    mixed, _ = talking_heads.attention_core(query, key, value[:, :2], scale=0.5, P_w=P_w, mask=mask)
     assert not mixed[0, :, 1].any() and mixed[0, :, 0].all()
 
-    uniform, _ = ref.attention_core(query, key, value, scale=0.5, mask=mask.clamp(min=torch.finfo(torch.float64).min))
+    uniform, _ = talking_heads.attention_core(
+        query, key, value, scale=0.5, mask=mask.clamp(min=torch.finfo(torch.float64).min)
+    )
     close(uniform[0, :, 1], value[0].mean(1))
 
 
@@ -390,7 +401,7 @@ def test_core_gradcheck(names):
     mask[0, 1], mask[1] = -torch.inf, -torch.inf
 
     def run(*values):
-        return ref.attention_core(**dict(zip(tensors, values, strict=True)), scale=0.7, mask=mask)
+        return talking_heads.attention_core(**dict(zip(tensors, values, strict=True)), scale=0.7, mask=mask)
 
     assert torch.autograd.gradcheck(run, tuple(tensors.values()))
 
@@ -398,15 +409,15 @@ def test_core_gradcheck(names):
 def test_bad_inputs_are_refused():
     X, M = inputs()
     query, key = rand(B, 4, N, 4), rand(B, 3, M_LEN, 4)
-    with pytest.raises(ValueError, match="multiple of the key/value heads"):
-        ref.attention_core(query, key, key, scale=1.0)
-    with pytest.raises(ValueError, match="multiple of the key/value heads"):
-        ref.repeat_kv_heads(rand(3, D, K_DIM), 4)
+    with pytest.raises(ValueError, match="key/value heads"):
+        talking_heads.attention_core(query, key, key, scale=1.0)
+    with pytest.raises(ValueError, match="key/value heads"):
+        heads.repeat_kv_heads(rand(3, D, K_DIM), 4)
     with pytest.raises(ValueError, match="boolean"):
-        ref.multihead_attention(X, M, *weights(), mask=torch.ones(N, M_LEN, dtype=torch.bool))
-    with pytest.raises(ValueError, match="P_l or P_w is missing"):
-        ref.attention_core(query, query, query, scale=1.0, x2l=rand(B, N, 4, 4))
-    with pytest.raises(ValueError, match="P_l or P_w is missing"):
-        ref.talking_heads_attention(X, M, *weights(), P_x2w=rand(D, H, H))
-    with pytest.raises(ValueError, match="3 heads was given 4"):
-        ref.attention_core(query, query, query, scale=1.0, P_l=rand(3, 4))
+        heads.multihead_attention(X, M, *weights(), mask=torch.ones(N, M_LEN, dtype=torch.bool))
+    with pytest.raises(ValueError, match="P_l or P_w"):
+        talking_heads.attention_core(query, query, query, scale=1.0, x2l=rand(B, N, 4, 4))
+    with pytest.raises(ValueError, match="P_l or P_w"):
+        talking_heads.talking_heads_attention(X, M, *weights(), P_x2w=rand(D, H, H))
+    with pytest.raises(ValueError, match="each of the 4 heads, got 3"):
+        talking_heads.attention_core(query, query, query, scale=1.0, P_l=rand(3, 4))
