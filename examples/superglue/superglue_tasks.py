@@ -1,0 +1,47 @@
+"""The eight SuperGLUE tasks (arXiv 1905.00537): labels, metrics, and values of a submission."""
+
+from dataclasses import dataclass
+
+DATASET = "aps/super_glue"  # on the Hub
+
+
+@dataclass(frozen=True)
+class SuperGlueTask:
+    """A task: its names on the Hub and in the official release, and the names of the texts of a row.
+
+    `labels` are the class names in the order of the Hub's ids, and `submitted` their values in a submission.
+    """
+
+    name: str
+    folder: str
+    fields: tuple[str, ...]
+    labels: tuple[str, ...] = ("False", "True")
+    submitted: tuple[str | int, ...] = ("false", "true")
+    metrics: tuple[str, ...] = ("accuracy",)
+
+    @property
+    def main_metric(self) -> str:
+        """The metric of the leaderboard, which is the mean of two metrics."""
+        return "combined_score" if len(self.metrics) > 1 else self.metrics[0]
+
+
+CB_LABELS, RTE_LABELS = ("entailment", "contradiction", "neutral"), ("entailment", "not_entailment")
+MULTIRC_FIELDS = ("paragraph", "question and answer")
+ALL_TASKS = [
+    SuperGlueTask("boolq", "BoolQ", ("passage", "question")),
+    SuperGlueTask("cb", "CB", ("premise", "hypothesis"), CB_LABELS, CB_LABELS, ("accuracy", "f1_macro")),
+    SuperGlueTask("copa", "COPA", ("premise", "choice"), ("choice1", "choice2"), (0, 1)),
+    SuperGlueTask("multirc", "MultiRC", MULTIRC_FIELDS, submitted=(0, 1), metrics=("f1a", "exact_match")),
+    SuperGlueTask("record", "ReCoRD", ("passage", "query"), metrics=("f1", "exact_match")),
+    SuperGlueTask("rte", "RTE", ("premise", "hypothesis"), RTE_LABELS, RTE_LABELS),
+    SuperGlueTask("wic", "WiC", ("sentence1", "sentence2")),
+    SuperGlueTask("wsc", "WSC", ("text",), submitted=("False", "True")),
+]
+TASKS = {task.name: task for task in ALL_TASKS}
+
+
+def get_task(name: str) -> SuperGlueTask:
+    """Return the task with a name, in any case."""
+    if name.lower() not in TASKS:
+        raise ValueError(f"--task_name must be one of {', '.join(TASKS)}, got {name!r}.")
+    return TASKS[name.lower()]
