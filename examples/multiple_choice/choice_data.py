@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from choice_settings import ANSWER_FORMATS
+
 from hf_attn_variants.table_files import parse_rows
 from hf_attn_variants.text_files import column_names, column_value
 from hf_attn_variants.text_lines import is_blank
@@ -22,7 +24,6 @@ NAMES = {
     "choices_columns": ("options", "choices", "choices.text", "endings"),
     "answer_column": ("answer", "label", "answerKey"),
 }
-ANSWER_FORMATS = ("letter", "from_0", "from_1", "text")
 
 
 @dataclass

@@ -78,8 +78,7 @@ class ChoiceHead:
 class ChoiceWords:
     """An encoder-decoder reads a question as one text; the choice with the largest log-probability is the answer.
 
-    The log-probability is that of the whole choice with its end, not divided by its length (T0, arXiv 2110.08207).
-    `word` makes the text of a row.
+    The log-probability is that of the whole choice and its end (T0, arXiv 2110.08207). `word` makes a row's text.
     """
 
     def __init__(self, settings: Any, config: Any, accelerator: Accelerator, word: Callable[[dict[str, Any]], str]):

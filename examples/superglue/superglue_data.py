@@ -123,6 +123,7 @@ def _label(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
 
 def _pair(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
     names: Sequence[str] = sorted(task.fields)
+    texts: tuple[Any, ...]
     if task.name == "copa":
         texts = tuple((row["premise"], f"{COPA_QUESTIONS[row['question']]} {row[name]}") for name in task.labels)
         names = (*task.labels, "premise", "question")

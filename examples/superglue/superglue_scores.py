@@ -71,12 +71,12 @@ def submission(task: SuperGlueTask, examples: Sequence[Example], logits: np.ndar
     """Return the file that the server of SuperGLUE expects: a JSON object per line; arguments as above."""
     if task.name == "multirc":
         passages: dict[int, list[dict[str, Any]]] = {}
-        for example, labels in zip(examples, _by_example(examples, logits.argmax(-1)), strict=True):
-            answers = [{"idx": i, "label": int(label)} for i, label in zip(example.choices, labels, strict=True)]
+        for example, found in zip(examples, _by_example(examples, logits.argmax(-1)), strict=True):
+            answers = [{"idx": i, "label": int(label)} for i, label in zip(example.choices, found, strict=True)]
             passages.setdefault(example.index[0], []).append({"idx": example.index[1], "answers": answers})
-        records: list[Any] = [{"idx": i, "passage": {"questions": found}} for i, found in passages.items()]
+        records: list[Any] = [{"idx": i, "passage": {"questions": each}} for i, each in passages.items()]
     else:
-        is_record = task.name == "record"
-        labels = chosen_candidates(examples, logits) if is_record else [task.submitted[i] for i in logits.argmax(-1)]
+        labels: list[Any] = [task.submitted[i] for i in logits.argmax(-1)]
+        labels = chosen_candidates(examples, logits) if task.name == "record" else labels
         records = [{"idx": each.index[0], "label": label} for each, label in zip(examples, labels, strict=True)]
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

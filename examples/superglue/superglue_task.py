@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -117,7 +116,9 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
     all answers.
     """
 
-    word = staticmethod(itemgetter("text1"))
+    @staticmethod
+    def word(row: dict[str, Any]) -> str:
+        return row["text1"]
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)

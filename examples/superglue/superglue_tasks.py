@@ -1,6 +1,10 @@
-"""The eight SuperGLUE tasks (arXiv 1905.00537): labels, metrics, and values of a submission."""
+"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings, from which the flags are made."""
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_attn_variants.training.engine.options import check_metric, option
+from hf_attn_variants.training.engine.settings import FineTuningSettings
 
 DATASET = "aps/super_glue"  # on the Hub
 
@@ -45,3 +49,19 @@ def get_task(name: str) -> SuperGlueTask:
     if name.lower() not in TASKS:
         raise ValueError(f"--task_name must be one of {', '.join(TASKS)}, got {name!r}.")
     return TASKS[name.lower()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperGlueSettings(FineTuningSettings):
+    """The task and its files; limits of samples count the questions of MultiRC and ReCoRD."""
+
+    title: ClassVar[str] = "task"
+
+    task_name: str = option(f"One of {', '.join(TASKS)}.")
+    data_dir: str | None = option("Folder with the task's official JSONL files (default: the Hub).", None)
+    skip_predict: bool = option("Do not predict the test split.", False)
+
+    def check(self) -> None:
+        super().check()
+        task = get_task(self.task_name)
+        check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))

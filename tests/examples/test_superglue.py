@@ -10,9 +10,9 @@ import torch
 from fixtures.superglue import ANIMALS, PLACES, write_superglue
 from fixtures.uptraining import make_bert
 from fixtures.worded import make_writer
-from run_superglue import SuperGlueSettings, main, parse_args
+from run_superglue import main, parse_args
 from sklearn.metrics import matthews_corrcoef
-from superglue_tasks import TASKS
+from superglue_tasks import TASKS, SuperGlueSettings
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint

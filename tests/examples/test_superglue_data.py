@@ -7,10 +7,9 @@ import pytest
 import superglue_data
 from datasets import Dataset, DatasetDict
 from fixtures.superglue import hub_rows, official_rows, write_superglue
-from run_superglue import SuperGlueSettings
 from sklearn.metrics import f1_score
 from superglue_scores import chosen_candidates, compute_metrics, submission
-from superglue_tasks import TASKS, get_task
+from superglue_tasks import TASKS, SuperGlueSettings, get_task
 
 from hf_attn_variants.table_files import read_records
 

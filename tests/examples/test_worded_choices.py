@@ -226,7 +226,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_
 def test_choices_with_the_same_tokens_are_warned_of(choose, tmp_path, caplog):
     poor = make_writer("t5", "What is it A man sees", tmp_path / "poor")
     choose("--max_train_steps", 1, model=poor)
-    assert "train: 16 of 16 questions have choices that are the same tokens to the model" in caplog.text
+    assert "train: 16 of 16 questions have choices that are the same tokens" in caplog.text
 
 
 def test_models_of_several_languages_raise_an_error(choose, tmp_path):
