@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_attn_variants.training.engine.options import ALWAYS, WITH_BEST_WEIGHTS, check_metric, option, redefault
+from hf_attn_variants.training.engine.options import ALWAYS, AT_LEAST_1, WITH_BEST_WEIGHTS, check_metric, option
 from hf_attn_variants.training.engine.table_settings import TableSettings
 
 ANSWER_FORMATS = ("letter", "from_0", "from_1", "text")
@@ -20,8 +20,8 @@ class MultipleChoiceSettings(TableSettings):
     choices_columns: tuple[str, ...] | None = option("Columns of the choices.", None, resume=WITH_BEST_WEIGHTS)
     answer_column: str | None = option("Column of the right choice.", None, resume=WITH_BEST_WEIGHTS)
     answer_format: str | None = option("Format of the answers.", None, choices=ANSWER_FORMATS, resume=ALWAYS)
-    per_device_train_batch_size: int = redefault(TableSettings, "per_device_train_batch_size", 8)
-    per_device_eval_batch_size: int = redefault(TableSettings, "per_device_eval_batch_size", 16)
+    per_device_train_batch_size: int = option("Questions in a forward pass.", 8, range=AT_LEAST_1, resume=ALWAYS)
+    per_device_eval_batch_size: int = option("Questions in an evaluation pass.", 16, range=AT_LEAST_1)
 
     def check(self) -> None:
         super().check()

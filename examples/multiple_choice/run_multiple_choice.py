@@ -12,7 +12,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Any:
     """Read the command line, or `argv`, as `MultipleChoiceSettings`."""
     from choice_settings import MultipleChoiceSettings
 
-    from hf_attn_variants.commands.arguments import parse_settings
+    from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/multiple_choice/run_multiple_choice.py"
     return parse_settings(MultipleChoiceSettings, argv, script, str(__doc__), "README.md beside it has examples.")

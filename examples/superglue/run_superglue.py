@@ -15,7 +15,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Any:
     """Read the command line, or `argv`, as `SuperGlueSettings`."""
     from superglue_tasks import SuperGlueSettings
 
-    from hf_attn_variants.commands.arguments import parse_settings
+    from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/superglue/run_superglue.py"
     return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "README.md beside it has examples.")
