@@ -151,7 +151,7 @@ def find_answer_format(rows: Sequence[Row]) -> str:
     """Return the only format in which the answers of all rows name a choice.
 
     Raises:
-        ValueError: if there is none, or more than one.
+        ValueError: if no format, or more than one, fits.
     """
     places = {name: [place_of(row.answer, row.choices, name) for row in rows if row.answer] for name in ANSWER_FORMATS}
     fitting = [name for name in ANSWER_FORMATS if None not in places[name]]
@@ -179,7 +179,7 @@ def _split(name: str, rows: Sequence[Row], answer_format: str, blank: str | None
 
 
 def _worded(row: Row, blank: str | None) -> list[str]:
-    """Return each choice in the place of the blank of its question, or after its question."""
+    """Return the question with each choice instead of its blank, or with each choice after it."""
     if row.context is None or not row.question:
         return row.choices
     if blank and blank in row.question:

@@ -18,7 +18,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Any:
     from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/superglue/run_superglue.py"
-    return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "README.md beside it has examples.")
+    return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "Examples: README.md of its folder.")
 
 
 def main(settings: Any) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Exampl
 
 
 def _record(row: Mapping[str, Any], has_labels: bool) -> Example:
-    """Return a query with each entity in the place of "@placeholder"; bullet points become sentences."""
+    """Return a query with each entity instead of "@placeholder"; bullet points become sentences."""
     names, query = tuple(dict.fromkeys(row["entities"])), row["query"]
     truths = tuple(dict.fromkeys(row["answers"])) if has_labels else ()
     if "@placeholder" not in query or not names or not all(names):
@@ -170,7 +170,7 @@ def _marked_word(row: Mapping[str, Any], side: str) -> str:
     """Return a sentence of WiC with asterisks around its word."""
     sentence, start, end = (row[f"{name}{side}"] for name in ("sentence", "start", "end"))
     if not 0 <= start < end <= len(sentence):
-        raise ValueError(f"start{side} {start} and end{side} {end} must lie in the sentence")
+        raise ValueError(f"start{side} {start} and end{side} {end} must be inside the sentence")
     return f"{sentence[:start]}* {sentence[start:end]} *{sentence[end:]}"
 
 

@@ -261,25 +261,6 @@ def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
     assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
 
 
-# Flags
-
-
-FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "give --train_file .* or --dataset_name$"),
-        ((*FILES, "--metric_for_best_model", "f1"), "'f1': there are loss, accuracy"),
-        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
-    ],
-)
-def test_bad_flags_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        parse_args(["m", "--output_dir", "o", *flags])
-
-
 def test_choices_of_a_dataset_folder_are_those_of_its_files(tmp_path):
     rows = "question,choice1,choice2,choice3,choice4,answer\nlegs?,two,NA,null,None,A\n"
     for split in ("train", "validation"):
