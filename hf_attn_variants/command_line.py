@@ -190,5 +190,7 @@ def documentation() -> Path | None:
 
 
 def program_name(script: str) -> str:
-    """Return how a user calls what `scripts/<script>` does: as that, or as a subcommand that is being run."""
-    return sys.argv[0] if sys.argv[0].startswith("attn-variants ") else f"python scripts/{script}"
+    """Return how a user calls `scripts/<script>`, another path of a script, or the subcommand that is being run."""
+    if sys.argv[0].startswith("attn-variants "):
+        return sys.argv[0]
+    return f"python {script}" if "/" in script else f"python scripts/{script}"

@@ -18,13 +18,11 @@ __all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "TRAININGS", "main", "parse
 TRAININGS = {
     "classify": "classify",
     "glue": "glue",
-    "multiple-choice": "multiple_choice",
     "ner": "ner",
     "pretrain": "pretrain",
     "pretrain-t5": "pretrain_t5",
     "seq2seq": "seq2seq",
     "squad": "squad",
-    "superglue": "superglue",
     "uptrain": "uptrain",
 }
 # Flags that a sweep gives each command itself.

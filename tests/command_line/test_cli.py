@@ -389,8 +389,6 @@ COMMAND_LINES = {
     "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "classify": ["--output_dir", "out", "--train_file", "a.csv", "--problem_type", "regression"],
     "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
-    "superglue": ["--task_name", "cb", "--output_dir", "out", "--cpu"],
-    "multiple-choice": ["--output_dir", "out", "--train_file", "a.csv", "--choices_columns", "a", "b", "--cpu"],
     "ner": ["--output_dir", "out", "--train_file", "a.txt", "--validation_file", "b.txt"],
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
     "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--task_name", "stsb"],

@@ -1,19 +1,20 @@
-"""Tables of questions with choices: columns by name, what answers are, any number of choices, what is refused."""
+"""Tables of questions with choices: columns by name, formats of answers, any number of choices, errors."""
 
 import gzip
 import json
-import logging
+from types import SimpleNamespace
 
 import pytest
+from choice_data import Row, find_answer_format, load_choice_data, place_of, shown_answer
+from choice_models import ChoiceHead
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
+from run_multiple_choice import parse_args
 from transformers import AutoTokenizer
 
-from hf_attn_variants.commands.multiple_choice import parse_args
+from hf_attn_variants.training.classification.splits import ClassificationSplit
 from hf_attn_variants.training.engine import hub_datasets
-from hf_attn_variants.training.multiple_choice.answers import answer_format_of, place_of, shown_answer
-from hf_attn_variants.training.multiple_choice.choices import ChoiceSplit, tokenize_choices, word_choice
-from hf_attn_variants.training.multiple_choice.data import load_choice_data
+from hf_attn_variants.training.engine.table_splits import Record
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def load(tmp_path):
         for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
             if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
                 argv += [f"--{flag}", *found]
-        return load_choice_data(parse_args([*argv, *map(str, flags)]))
+        splits, columns = load_choice_data(parse_args([*argv, *map(str, flags)]))
+        return SimpleNamespace(splits=splits, **columns)
 
     return call
 
@@ -53,10 +55,6 @@ def test_race_is_known_by_its_columns(load):
         "label": [0, 1],
     }
     assert found.answer_format == "letter" and "label" not in rows_of(found.splits["test"])
-    with pytest.raises(
-        ValueError, match=r"row 1, column 'answer': the answer '0' is to be a letter \(--answer_format l"
-    ):
-        load({"train.jsonl": [{**rows[0], "answer": 0}]})
 
 
 def test_swag_is_known_by_its_columns(load):
@@ -70,7 +68,7 @@ def test_swag_is_known_by_its_columns(load):
     }
     # Only by what SWAG is: of other tables these could count from 1 as well.
     other = (header + rows).replace("sent1", "context").replace("sent2", "question")
-    with pytest.raises(ValueError, match=r"answer '1' of 4 choices may be a number that counts from 0 or .* from 1"):
+    with pytest.raises(ValueError, match=r"--answer_format must be given, .* answers \(1, 2\) fit from_0 and"):
         load({"train.csv": other})
 
 
@@ -81,7 +79,7 @@ def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkey
     splits = {"train": [{**row, "label": 3}], "validation": [{**row, "label": 0}], "test": [{**row, "label": -1}]}
     hub = DatasetDict({name: Dataset.from_list(rows, features=features) for name, rows in splits.items()})
     monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
-    found = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"])).splits
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
     assert found["train"].data["label"][:] == [3] and found["validation"].data["label"][:] == [0]
     assert "label" not in found["test"].data.column_names and len(found["test"]) == 1
 
@@ -97,8 +95,8 @@ def test_nested_choices_are_found(monkeypatch):
     row = {"question": "Why?", "choices": {"text": ["so", "not"], "label": ["A", "B"]}, "answerKey": "B"}
     hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
     monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
-    found = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
-    assert rows_of(found.splits["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
+    assert rows_of(found["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 
 
 # A user's own columns
@@ -113,7 +111,7 @@ def test_columns_may_have_any_name_and_rows_any_number_of_choices(load):
         "text2": [["Who? cat", "Who? dog"], ["Who? cat", "Who? dog", "Who? horse"]],
         "label": [1, 2],
     }
-    assert found.answer_format == "from_1" and found.splits["train"].most_choices == 3
+    assert found.answer_format == "from_1"
 
 
 def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
@@ -121,30 +119,23 @@ def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
     found = load({"train.csv": text})
     assert rows_of(found.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
     assert found.answer_format == "text"
-    with pytest.raises(
-        ValueError, match=r"line 2, row 1: column 'choices' holds no list of choices but \"\['a', 'b'\]\""
-    ):
+    with pytest.raises(ValueError, match=r"line 2, row 1: choices must have at least 2 choices, .* \"\['a', 'b'\]\""):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
 
 
-def test_columns_are_numbered_or_lettered(load):
-    text = "Passage,Option B,Option A,Option C,Answer\nA cat.,dog,cat,horse,C\n"
-    found = load({"train.csv": text})
-    assert rows_of(found.splits["train"]) == {"text1": ["A cat."], "text2": [["cat", "dog", "horse"]], "label": [2]}
+def test_columns_are_numbered(load):
     ten = ",".join(f"choice{i}" for i in range(1, 12))
     values = ",".join(f"t{i}" for i in range(1, 12))
     found = load({"train.csv": f"context,{ten},label\nx,{values},11\n"})
     assert found.splits["train"].data["label"][:] == [10]
 
 
-def test_a_choice_takes_the_place_of_a_blank():
-    assert word_choice("It is ___ .", "wet", "___") == "It is wet ." and word_choice("It is ___ .", "wet") == (
-        "It is ___ . wet"
-    )
-    assert word_choice(None, "wet", "_") == word_choice("", "wet", "_") == "wet"
+# Formats of answers
 
 
-# What answers are
+def rows_with(answers, choices):
+    pairs = enumerate(zip(answers, choices, strict=True))
+    return [Row(Record("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs]
 
 
 @pytest.mark.parametrize(
@@ -156,36 +147,30 @@ def test_a_choice_takes_the_place_of_a_blank():
         (["t1", "t0"], 3, ("text", [1, 0])),
     ],
 )
-def test_what_answers_are_is_seen_from_all_of_them(answers, count, expected):
+def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected):
     choices = [[f"t{i}" for i in range(count)]] * len(answers)
-    found = answer_format_of(answers, choices, str)
+    found = find_answer_format(rows_with(answers, choices))
     places = [place_of(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
     assert (found, places) == expected
     shown = [str(shown_answer(place, choices[0], found)).lower() for place in places]
     assert shown == [answer.lower() for answer in answers]
 
 
-def test_two_readings_that_agree_are_one():
-    assert answer_format_of(["B", "A"], [["A", "B"]] * 2, str) == "letter"
-
-
 @pytest.mark.parametrize(
     ("answers", "choices", "message"),
     [
-        (["1", "2"], [list("xyz")] * 2, r"^0: the answer '1' of 3 choices may be a number that counts from 0 or a "
-         r"number that counts from 1 \(choice 1 or 0, counted from 0\), and so may all 2 answers: say .* \(from_0"),
-        (["2", "1"], [["1", "2", "3"]] * 2, "may be a number that counts from 0 or"),
-        (["A", "B"], [["B", "A"]] * 2, "^0: the answer 'A' of 2 choices may be a letter or the text of a choice"),
-        (["A", "E"], [list("wxyz")] * 2, "^1: the answer 'E' names none of its row's 4 choices: it is neither a "
-         "letter from A to D, a number from 0 to 3 or from 1 to 4, nor the text of a choice"),
-        (["A", "B", "0"], [list("xyz")] * 3, "^2: the answer '0' is a number that counts from 0, and 2 of 3 answers"),
-        (["x"], [["x", "x"]], "^0: the answer 'x' is the text of 2 choices of its row"),
-        (["0", "3"], [list("xyz")] * 2, "counts from"),
+        (["1", "2"], [list("xyz")] * 2, "fit from_0 and from_1 of"),
+        (["2", "1"], [["1", "2", "3"]] * 2, "fit from_0 and from_1 and text of"),
+        (["A", "B"], [["B", "A"]] * 2, "fit letter and text of"),
+        (["A", "E"], [list("wxyz")] * 2, "fit none of"),
+        (["A", "B", "0"], [list("xyz")] * 3, "fit none of"),
+        (["x"], [["x", "x"]], "fit none of"),
+        (["0", "3"], [list("xyz")] * 2, "fit none of"),
     ],
 )  # fmt: skip
-def test_answers_that_may_be_read_in_two_ways_or_none_are_refused(answers, choices, message):
-    with pytest.raises(ValueError, match=message):
-        answer_format_of(answers, choices, str)
+def test_answers_that_fit_two_formats_or_none_are_an_error(answers, choices, message):
+    with pytest.raises(ValueError, match=f"^row 0: --answer_format must be given.*{message}"):
+        find_answer_format(rows_with(answers, choices))
 
 
 def test_the_training_rows_decide_for_all(load):
@@ -195,9 +180,7 @@ def test_the_training_rows_decide_for_all(load):
     found = load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(1, 2), "test.jsonl": rows(-1, -1)})
     assert found.splits["validation"].data["label"][:] == [1, 2] and found.answer_format == "from_0"
     assert "label" not in found.splits["test"].data.column_names
-    with pytest.raises(
-        ValueError, match=r"dev.jsonl, line 1, row 1, column 'label': the answer '3' is to be a number that co"
-    ):
+    with pytest.raises(ValueError, match=r"dev.jsonl, line 1, row 1: the answer must name one of 3 choices .* '3'"):
         load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
     given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
     assert given.splits["train"].data["label"][:] == [0, 1]
@@ -209,14 +192,14 @@ def test_the_training_rows_decide_for_all(load):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": None}, "column 'answer': there is no answer"),
-        ({"answer": -1}, "the answer '-1' names none of its row's 2 choices"),
-        ({"answer": ["A"]}, r"a list of answers, \['A'\], where one choice is right"),
-        ({"choices": ["x"]}, "row 1: 1 choices; there must be at least 2"),
-        ({"choices": ["x", " "]}, "row 1: choice 2 of 2 is blank"),
-        ({"choices": ["x", 3]}, "row 1: choice 2 is no text but 3"),
-        ({"choices": "x or y"}, "holds no list of choices but 'x or y'"),
-        ({"context": 5}, "column 'context' holds no text but 5; another is named with --context_column"),
+        ({"answer": None}, "the answer must name one of 2 choices"),
+        ({"answer": -1}, "--answer_format must be given"),
+        ({"answer": ["A"]}, "--answer_format must be given"),
+        ({"choices": ["x"]}, "choices must have at least 2 choices"),
+        ({"choices": ["x", " "]}, "choices must have at least 2 choices"),
+        ({"choices": ["x", 3]}, "choices must have at least 2 choices"),
+        ({"choices": "x or y"}, "choices must have at least 2 choices"),
+        ({"context": 5}, "column 'context'"),
     ],
 )
 def test_a_bad_row_is_named(load, change, message):
@@ -231,8 +214,6 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
     known = [row | {"answer": answer} for answer in "AB"]
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
-    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
-        load({"test.jsonl": [row, *known]}, "--num_train_epochs", 0)
     named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
     found = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
     assert rows_of(found.splits["test"])["text1"] == ["c", "c"]
@@ -243,25 +224,25 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
     [
         (
             {"context": "c", "answer": "A"},
-            "no columns are called as choices often are; its columns are context, answer",
+            "--choices_columns, and .* must be given, got the columns context, answer",
         ),
-        ({"choices": ["x", "y"], "answer": "A"}, "no column is called as contexts or questions often are"),
-        ({"context": "c", "choices": ["x", "y"]}, "no column is called as answers often are; .*--answer_column"),
+        ({"choices": ["x", "y"], "answer": "A"}, "--context_column or --question_column, must be given"),
+        ({"context": "c", "choices": ["x", "y"]}, "--answer_column must be given"),
         (
             {"context": "c", "passage": "p", "choices": ["x", "y"], "answer": "A"},
-            "the context may be in context or passage",
+            "--context_column must be given, got context and passage",
         ),
         (
             {"context": "c", "choices": ["x", "y"], "options": ["x", "y"], "answer": "A"},
-            "the choices may be in options or choices",
+            "--choices_columns must be given, got",
         ),
         (
             {"context": "c", "choice1": "x", "choice3": "y", "answer": "A"},
-            "no columns are called as choices often are",
+            "--choices_columns, and .* must be given",
         ),
         (
             {"context": "c", "choice0": "x", "choice1": "y", "answer": 0, "label": 0},
-            "the answer may be in answer or la",
+            "--answer_column must be given, got answer and label",
         ),
     ],
 )
@@ -270,60 +251,19 @@ def test_columns_that_are_not_found_are_asked_for(load, row, message):
         load({"train.jsonl": [row]})
 
 
-def test_a_blank_question_is_counted(load, caplog):
-    row = {"context": "c", "question": " ", "choices": ["x", "y"], "answer": "A"}
-    load({"train.jsonl": [row, {**row, "question": "q"}]})
-    assert "train: 1 of 2 rows have a blank context or question, which is read as it is; the first is" in caplog.text
-
-
 def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    way = ChoiceHead.__new__(ChoiceHead)
+    way.tokenizer, way.settings = AutoTokenizer.from_pretrained(tiny_bert), SimpleNamespace(max_length=6)
     rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
     data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
-    with caplog.at_level(logging.INFO, "hf_attn_variants"):
-        found = tokenize_choices(ChoiceSplit("train", data), tokenizer, 6)
-    assert "train: 1 of 2 questions have choices that are the same tokens to the model" in caplog.text
-    assert "the first is t.csv, row 1" in caplog.text and "1 of 2 questions have a choice that fills" in caplog.text
+    found = way.tokenize(ClassificationSplit("train", data))
+    assert "train: 1 of 2 questions have choices that are the same tokens; the first is t.csv, row 1" in caplog.text
     assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
 
 
-# Flags
-
-
-FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "give --train_file .* or --dataset_name$"),
-        ((*FILES, "--choices_columns", "a", "a"), "--choices_columns must be different columns, got a, a"),
-        (
-            (*FILES, "--choices_columns", "a", "b", "--context_column", "b"),
-            "--context_column b is --choices_columns as w",
-        ),
-        ((*FILES, "--question_column", "a", "--answer_column", "a"), "--answer_column a is --question_column as well"),
-        ((*FILES, "--question_blank", " "), "--question_blank must not be blank"),
-        ((*FILES, "--metric_for_best_model", "f1"), "'f1': there are loss, accuracy"),
-        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
-    ],
-)
-def test_bad_flags_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        parse_args(["m", "--output_dir", "o", *flags])
-
-
-@pytest.mark.parametrize(
-    ("flag", "advice"),
-    [
-        ("--max_seq_length", "--max_length"),
-        ("--pad_to_max_length", "--pad_to_multiple_of N"),
-        ("--do_train", "a run trains, unless --num_train_epochs is 0"),
-        ("--preprocessing_num_workers", "not needed: rows are made into tokens by one process, many at a time"),
-        ("--per_gpu_eval_batch_size", "--per_device_eval_batch_size"),
-    ],
-)
-def test_flags_of_run_swag_say_what_to_give(flag, advice, capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["m", "--output_dir", "o", *FILES, f"{flag}=8"])
-    assert f"error: there is no {flag}: {'use ' * advice.startswith('--')}{advice}" in capsys.readouterr().err
+def test_choices_of_a_dataset_folder_are_those_of_its_files(tmp_path):
+    rows = "question,choice1,choice2,choice3,choice4,answer\nlegs?,two,NA,null,None,A\n"
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text(rows)
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
+    assert found["train"].data["choices"][:] == [["two", "NA", "null", "None"]]

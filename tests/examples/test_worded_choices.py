@@ -1,34 +1,36 @@
-"""Encoder-decoders that choose in words: T5's wording, the choices' probabilities, whole runs of both commands."""
+"""Both examples with an encoder-decoder: T5's wording, the probabilities of choices, whole runs."""
 
 import json
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import run_multiple_choice
+import run_superglue
 import torch
 from architectures import T5, token_ids
+from choice_models import choice_log_probabilities
+from choice_task import word_question
 from fixtures.multilingual import TOKENIZERS
 from fixtures.processes import run_processes, run_script
 from fixtures.superglue import official_rows, write_superglue
 from fixtures.worded import make_writer
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
+from superglue_data import make_examples
+from superglue_task import SuperGlueChoice
+from superglue_tasks import TASKS, get_task
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     MBartConfig,
     MBartForConditionalGeneration,
 )
 
-from hf_attn_variants.commands import multiple_choice, superglue
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.superglue_tasks import SUPERGLUE_TASKS, get_superglue_task
-from hf_attn_variants.training.multiple_choice.words import WordedCollator, choice_log_probabilities, word_question
-from hf_attn_variants.training.superglue.data import read_superglue
-from hf_attn_variants.training.superglue.wording import as_logits, right_answers, word_example, worded_split
 
+SCRIPT = "../examples/multiple_choice/run_multiple_choice"
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 # All words of the tiny files: those of the tasks' fields and labels as well.
 TEXT = (
@@ -76,44 +78,35 @@ def lines_of(path):
         ("wsc", ["wsc text: The * cat man * sees a house, and # it # is big."]),
     ],
 )
-def test_rows_are_worded_as_t5s_code_does(tmp_path, task, worded):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(official_rows(task, 1)[0]) + "\n")
-    [example] = read_superglue(path, get_superglue_task(task))
-    assert word_example(get_superglue_task(task), example) == worded
+def test_rows_are_worded_as_t5s_code_does(task, worded):
+    [example] = make_examples(get_task(task), [("row 1", official_rows(task, 1)[0])])
+    assert list(example.worded) == worded
 
 
-def test_paragraphs_of_multirc_lose_their_html(tmp_path):
+def test_paragraphs_of_multirc_lose_their_html():
     row = official_rows("multirc", 1)[0]
     row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    task = get_superglue_task("multirc")
-    [example] = read_superglue(tmp_path / "rows.jsonl", task)
-    assert word_example(task, example)[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
+    [example] = make_examples(get_task("multirc"), [("row 1", row)])
+    assert example.worded[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
 
 
-def test_a_query_of_record_is_learned_once_for_each_right_answer(tmp_path, caplog):
-    task = get_superglue_task("record")
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in official_rows("record", 2)))
-    examples = read_superglue(path, task)
-    assert right_answers(task, examples) == [[0], [0], [1, 2]]
-    train, dev = (worded_split(task, name, examples) for name in ("train", "validation"))
-    assert train.data["label"][:] == [0, 0, 1, 2] and len(dev) == 3 and "label" not in dev.data.column_names
+def test_a_query_of_record_is_learned_once_for_each_right_answer():
+    training = SuperGlueChoice.__new__(SuperGlueChoice)
+    training.task, training.config = get_task("record"), SimpleNamespace(is_encoder_decoder=True)
+    examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
+    training.examples = {"train": examples, "validation": examples}
+    train, dev = training._questions("train"), training._questions("validation")
+    assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
     assert dev.data["choices"][1] == ["dog", "house", "man"]
     log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
-    assert as_logits(task, examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
-    wrong = [replace(examples[0], labels=(0, 0, 0)), *examples[1:]]
-    assert len(worded_split(task, "train", wrong)) == 3
-    assert "train: 1 queries have no right answer among their candidates" in caplog.text
+    assert training._logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
 
 
 def test_questions_are_worded_as_unifiedqa_does():
-    question, choices = "which is best conductor?", ["iron", "feather"]
-    # The context comes behind; of two examples of its README one has none.
-    assert word_question(None, question, choices) == r"which is best conductor? \n (A) iron (B) feather"
-    assert word_question("Who?", "A man.", ["he"] * 28).startswith(r"Who? \n (A) he (B) he")
-    assert word_question("Who?", "A man.", ["he"] * 28).endswith(r"(Z) he (27) he (28) he \n A man.")
+    row = {"question": None, "text1": "which is best conductor?", "choices": ["iron", "feather"]}
+    assert word_question(row) == r"which is best conductor? \n (A) iron (B) feather"
+    worded = word_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
+    assert worded.startswith(r"Who? \n (A) he (B) he") and worded.endswith(r"(Z) he (27) he (28) he \n A man.")
 
 
 # The probabilities
@@ -128,11 +121,11 @@ def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     choices[0, 1, 2:] = choices[1, 2] = -100  # a shorter choice, and one that is not there
-    collator = WordedCollator.__new__(WordedCollator)
-    collator.padding, collator.start = 1, 2
-    batch = {"input_ids": sources, "attention_mask": mask, "choices": choices}
+    starts = torch.full_like(choices[..., :1], 2)
+    read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
+    batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
     with torch.no_grad():
-        found = choice_log_probabilities(model, batch | {"decoder_input_ids": collator._shifted(choices)})
+        found = choice_log_probabilities(model, batch)
         assert found.shape == (2, 3) and found[1, 2] == -torch.inf
         for i, j in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
             ids = choices[i, j][choices[i, j] >= 0]
@@ -175,7 +168,8 @@ def flags(tmp_path, writer):
 @pytest.fixture
 def choose(flags, tmp_path):
     def call(*more, out="out", **given):
-        return multiple_choice.main(multiple_choice.parse_args(flags(*more, out=out, **given))), tmp_path / out
+        argv = flags(*more, out=out, **given)
+        return run_multiple_choice.main(run_multiple_choice.parse_args(argv)), tmp_path / out
 
     return call
 
@@ -186,7 +180,7 @@ def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
     source = make_writer(kind, TEXT, tmp_path / "source")
     convert_checkpoint(source, tmp_path / "gqa", 2)
     results, out = choose("--num_train_epochs", 15, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
-    assert results["eval_accuracy"] > 0.9 and results["worded"] is True and results["most_choices"] == 4
+    assert results["eval_accuracy"] > 0.9 and results["worded"] is True
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
     for row, said in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
@@ -219,7 +213,7 @@ def test_a_resumed_run_ends_with_the_same_bits(choose):
 def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_path):
     more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
     expected, out = choose(*more, batch=8)
-    statuses, output = run_processes(2, run_script, "run_multiple_choice", flags(*more, out="two", batch=4))
+    statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
     assert statuses == [0, 0], output
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
@@ -228,21 +222,14 @@ def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
-@pytest.mark.thorough
-def test_choices_that_are_the_same_tokens_are_told(choose, tmp_path, caplog):
-    poor = make_writer("t5", "What is it A man sees", tmp_path / "poor")
-    choose("--max_train_steps", 1, model=poor)
-    assert "train: 16 of 16 questions have choices that are the same tokens to the model" in caplog.text
-
-
-def test_models_of_several_languages_are_told_where_to_go(choose, tmp_path):
+def test_models_of_several_languages_raise_an_error(choose, tmp_path):
     folder = tmp_path / "mbart"
     folder.mkdir()
     TOKENIZERS["mbart50"](folder).save_pretrained(folder)
     sizes = {f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
     config = MBartConfig(vocab_size=200, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
     MBartForConditionalGeneration(config).save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"\(mbart\) reads several languages, .* `attn-variants seq2seq` with"):
+    with pytest.raises(ValueError, match=r"encoder-decoder for one language such as T5 or BART, got .*\(mbart\)"):
         choose(model=folder)
 
 
@@ -252,12 +239,12 @@ def test_models_of_several_languages_are_told_where_to_go(choose, tmp_path):
 @pytest.fixture
 def run(writer, tmp_path):
     def call(task, *flags, model=writer, out="out"):
-        folder = tmp_path / SUPERGLUE_TASKS[task].folder
+        folder = tmp_path / TASKS[task].folder
         if not folder.exists():
             write_superglue(folder, task, 8)
         argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
         argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--cpu", "--disable_tqdm", *flags]
-        return superglue.main(superglue.parse_args([str(each) for each in argv])), tmp_path / out
+        return run_superglue.main(run_superglue.parse_args([str(each) for each in argv])), tmp_path / out
 
     return call
 
@@ -266,15 +253,12 @@ def run(writer, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "task",
-    [
-        pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow)
-        for task in SUPERGLUE_TASKS
-    ],
+    [pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow) for task in TASKS],
 )
 def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog, task):
     results, out = run(task, "--max_train_steps", 2, "--group_by_length")
-    spec = SUPERGLUE_TASKS[task]
-    assert results["task_name"] == task and results["benchmark"] == "superglue" and results["worded"] is True
+    spec = TASKS[task]
+    assert results["task_name"] == task and results["worded"] is True
     assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
     assert results["eval_loss"] > 0 and "same tokens" not in caplog.text
     test, dev = (lines_of(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
@@ -283,13 +267,6 @@ def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog
     again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
     assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
-
-
-@pytest.mark.thorough
-def test_copa_is_learned(run):
-    results, out = run("copa", "--num_train_epochs", 30, "--dropout_rate", 0)
-    assert results["eval_accuracy"] == 1.0  # an animal each time
-    assert [row["label"] for row in lines_of(out / "predictions_COPA.jsonl")] == [1, 0] * 4
 
 
 @pytest.mark.thorough
@@ -304,14 +281,3 @@ def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
             with torch.no_grad():
                 found[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
         assert said == {"idx": row["idx"], "label": min(found, key=found.get)}
-
-
-def test_classifier_gives_an_encoder_decoder_a_head(run, tiny_bert):
-    results, out = run("rte", "--max_train_steps", 1, "--classifier")
-    assert "worded" not in results and AutoModelForSequenceClassification.from_pretrained(out).config.num_labels == 2
-    with pytest.raises(ValueError, match=r"was saved as T5ForSequenceClassification: give --classifier"):
-        run("rte", "--num_train_epochs", 0, model=out, out="no")
-    with pytest.raises(ValueError, match="--classifier: COPA is multiple choice"):
-        run("copa", "--classifier", out="no")
-    with pytest.raises(ValueError, match=r"--classifier is for encoder-decoders; .* \(bert\) is an encoder"):
-        run("rte", "--classifier", model=tiny_bert, out="no")
