@@ -14,7 +14,7 @@ from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
 from ..modeling.fields.field_table import FIELDS, row_of
-from ..modeling.fields.given_fields import quietly, without_same_size, wrong_name
+from ..modeling.fields.given_fields import without_same_size, wrong_name
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.mechanism import NONE
@@ -213,8 +213,7 @@ def make_plan(
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
     with as_value_error(wrong):
-        with quietly():  # of the source, which was read above
-            new_config = _converted_config(config_class, source_config, dict(config), given)
+        new_config = _converted_config(config_class, source_config, dict(config), given)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
             new_config.dtype = dtype

@@ -12,8 +12,8 @@ from ..modeling.mechanisms.talking_heads import (
     OUTPUT,
     SOFTMAX,
     dynamic_terms,
-    is_own_value,
     projection_std,
+    talking_group,
     talking_places,
     talks,
 )
@@ -85,8 +85,8 @@ def _talking_already(kind: str, asked: list[str]) -> ValueError:
 
 
 def _said(config: Any, prefix: str, name: str) -> str:
-    """Return the field that says a value of a place: its own, or the one that it inherits."""
-    return prefix + name if is_own_value(config, prefix, name) else name
+    """Return the field that gives a place its value: with the place's prefix, or without one."""
+    return talking_group(config, prefix) + name
 
 
 def check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:

@@ -189,7 +189,7 @@ def test_a_query_that_may_attend_to_nothing(kind):
 def test_whole_numbers_are_no_mask(function):
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"got torch\.int64: make it `mask\.bool\(\)`"):
+    with pytest.raises(ValueError, match=r"torch\.int64"):
         function(query, key, value, mask, scaling=0.5)
 
 

@@ -1,7 +1,5 @@
 """Attention by kernels, in sums and in chunks: the formulas' outputs and gradients, and no n x m tensor."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fixtures.largest_tensor import LargestTensor
@@ -220,11 +218,5 @@ def test_compiled_calls(name, causal):
 def test_masks_of_queries_are_refused():
     key = torch.randn(2, 1, 5, D)
     assert keys_read(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
-    with pytest.raises(ValueError, match=r"a mask must be of keys alone, \[b, 1, 1, m\]; got \[2, 1, 5, 5\]"):
+    with pytest.raises(ValueError, match="`attention_kernel`"):
         keys_read(torch.ones(2, 1, 5, 5).bool(), key)
-    module = attention("elu")
-    module.config = SimpleNamespace(_output_attentions=False)
-    with pytest.raises(ValueError, match="without a position bias; this call has one"):
-        kernel_interface.kernel_attention_forward(
-            module, key, key, key, None, None, False, {"position_bias": torch.zeros(1)}
-        )

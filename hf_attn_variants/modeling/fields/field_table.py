@@ -325,20 +325,17 @@ def row_of(name: str) -> tuple[str, Field]:
     return _ROWS[name]
 
 
-def check_choices(config: Any) -> None:
-    """Check that each field of a configuration, and each of its values by layer, is one of the field's choices.
+def check_choice(name: str, value: Any) -> None:
+    """Check that a value of a field, of all layers or of one, is one of the field's choices; None is the default.
 
     Raises:
-        ValueError: if a value is not one of the choices of its row.
+        ValueError: if it is not.
     """
-    for name in config.variant_fields():
-        prefix, row = row_of(name)
-        values = [getattr(config, name), *((config.per_layer_values or {}).get(name) or ())]
-        for value in values if row.choices else ():
-            known = (*row.choices_of(prefix), *row.default_names)
-            for each in (value or ()) if row.kind is list else (value,):
-                if each is not None and each not in known:
-                    raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
+    prefix, row = row_of(name)
+    known = (*row.choices_of(prefix), *row.default_names)
+    for each in value if row.kind is list and isinstance(value, list | tuple) else (value,):
+        if row.choices and each is not None and each not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
 
 
 def variant_field(name: str) -> Any:

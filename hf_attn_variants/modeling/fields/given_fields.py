@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.utils import logging
 
@@ -164,32 +164,23 @@ def _draws(config: Any) -> bool:
 
 
 def wrong_name(config_class: Any, name: str) -> str | None:
-    """Say what is wrong with a name that is no field of a configuration but nearly one of its variant fields.
+    """Return what is wrong with a name that is nearly that of a variant field.
+
+    Transformers accepts every name, so that a misspelt field would change nothing without an error.
 
     Args:
         config_class: the configuration's.
         name: a keyword.
 
     Returns:
-        A sentence that names what is meant; None for a name of upstream's, and for a note of the user's own.
+        A sentence with the name that is probably meant; None for a field, and for a name that is like none.
     """
     known = config_class.variant_fields()
-    prefix, bare = without_prefix(name.lower(), known)
-    if hasattr(config_class, name) or {name, bare} & _upstream_names():
+    if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
         return None
-    meant = "value_head_dim" if bare in SIZES_OF_VALUES else nearest(name, known)
-    if meant is None:
-        return None
-    note = ""
-    if prefix and bare in (meant, *SIZES_OF_VALUES):
-        if f"encoder_{meant}" not in known and hasattr(config_class, "encoder_decoder_layers"):
-            note = " It is of all attentions, the encoder's, the decoder's and cross-attention."
-        elif hasattr(config_class, "encoder_decoder_layers"):
-            note = " Without a prefix it is the decoder's."
-            note += " Cross-attention has none of its own." if prefix == "cross_" else ""
-        if prefix == "cross_" and "pattern" in row_of(meant)[1].facts:
-            note += " Cross-attention reads the whole source: near and far are of places in one text."
-    return f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({known[meant]})?{note}"
+    meant = nearest(name, known)
+    text = f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({{}})?"
+    return None if meant is None else text.format(known[meant])
 
 
 def _upstream_names() -> set[str]:
@@ -232,7 +223,6 @@ def without_same_size(config_class: Any, values: Mapping[str, Any], given: dict[
     """
     if "value_head_dim" not in given:
         return given
-    with quietly():
-        config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
+    config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
     is_same = config.value_head_dim is None
     return {name: value for name, value in given.items() if not (is_same and name == "value_head_dim")}

@@ -119,14 +119,13 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
 
 
 def _checked(config: Any, name: str, value: Any) -> LayerValue:
+    check_choice(name, value)
     if name in config.talking_fields():
         return checked_talking_value(config, name, value)
-    if name in config.kernel_fields():
-        return checked_kernel(name, value)
     if name in config.rank_fields():
         return checked_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
         return checked_pattern_size(name, value)
     if name not in config.kv_heads_fields():
-        return value  # a choice, which `check_choices` checks
+        return value
     return checked_kv_heads(name, value, config.query_heads(name))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from ..mechanisms.latents import rank_of_map
 from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, keeps_cache
@@ -29,7 +30,7 @@ from .field_checks import (
     checked_value_head_dim,
     wrong_kinds_explained,
 )
-from .field_table import check_choices, variant_field
+from .field_table import check_choice, variant_field
 from .foreign_classes import check_foreign_class, foreign_class
 from .given_fields import (
     check_idle,
@@ -43,10 +44,12 @@ from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
-from .score_fields import check_scores
 from .talking_fields import check_talking_heads
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+# A child of Transformers' logger, whose verbosity then applies.
+logger = logging.get_logger(f"transformers.{__name__}")
 
 check_configurations()
 
@@ -86,8 +89,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         attn_variants_format: the number of the format of these fields, 5.
 
     Raises:
-        ValueError: for a value that breaks a rule or does nothing, or a keyword that is nearly the name of one of
-            these fields; the message gives the rule, the field and the values.
+        ValueError: if a value breaks a rule, or a keyword is nearly the name of one of these fields; the message gives
+            the rule, the field and the values.
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
@@ -151,6 +154,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
             check_size(name, getattr(self, name), 1)
+        for name in self.variant_fields():
+            check_choice(name, getattr(self, name))
         checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
@@ -164,11 +169,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         check_talking_heads(self)
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
-        check_scores(self)
         check_kernels(self)
-        check_choices(self)
         check_together(self)
-        check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -245,7 +247,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Refuse keywords that are nearly the name of a variant field: upstream keeps or drops what it does not know.
+        """Check that no keyword is nearly the name of a variant field: Transformers accepts every name.
 
         Raises:
             ValueError: if there is one; the message names the field.
@@ -284,7 +286,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained(), named_fields(given):  # upstream shows the finished configuration in its log
+        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
             return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
 
     @classmethod
@@ -302,8 +304,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        with named_fields(fields):
-            return cls(**(without_replaced(values, fields) | fields))
+        return cls(**(without_replaced(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of one query and key head where this field counts the key/value heads."""
