@@ -14,7 +14,7 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
 from ..modeling.mechanisms.latents import rank_of_map
-from .checkpoint.entries import TensorEntry
+from .checkpoint.tensor_files import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors
 from .talking_heads import check_memory_terms

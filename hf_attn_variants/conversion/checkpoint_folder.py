@@ -16,9 +16,8 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, GENERATION_CONFIG_NAME
 
 from ..files import CONFIG_NAME, check_disk_space, staged_folder
 from ..model_history import read_json
-from .checkpoint.entries import TensorEntry
-from .checkpoint.reading import CheckpointReader
 from .checkpoint.source import copy_side_files, side_files
+from .checkpoint.tensor_files import CheckpointReader, TensorEntry
 from .converted_tensors import planned_entries, write_weights
 from .plan import ConversionPlan
 from .projections import AttentionTensors

@@ -17,10 +17,9 @@ from ..model_history import ModelHistory, read_history, write_history
 from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings
 from .calibration.source_models import check_has_processor, load_processor, source_in_memory, source_of_folder
 from .calibration.texts import CalibrationLike, as_calibration
-from .checkpoint.in_memory import ModelReader, TensorSource, assemble
-from .checkpoint.loading import model_of_tensors
-from .checkpoint.reading import open_checkpoint
+from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
 from .checkpoint.source import read_config, resolve_source
+from .checkpoint.tensor_files import open_checkpoint
 from .checkpoint_folder import generation_config, plan_folder
 from .converted_tensors import converted_tensors
 from .methods.base import ConversionMethod

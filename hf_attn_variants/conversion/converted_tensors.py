@@ -11,10 +11,8 @@ from tqdm.auto import tqdm
 from ..files import INDEX_NAME
 from ..progress import progress_bar
 from .attention_modules import AttentionModule
-from .checkpoint.entries import TensorEntry, cast, dtype_name
-from .checkpoint.in_memory import TensorSource
-from .checkpoint.reading import CheckpointReader
-from .checkpoint.writing import SafetensorsWriter, write_index
+from .checkpoint.models import TensorSource
+from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name, write_index
 from .latents import LatentForm, best_latent, weight_forms
 from .plan import ConversionPlan
 from .projections import AttentionTensors

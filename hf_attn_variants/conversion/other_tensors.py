@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .attention_modules import AttentionModule
-from .checkpoint.entries import TensorEntry
+from .checkpoint.tensor_files import TensorEntry
 
 __all__ = ["check_nothing_missing", "check_other_shapes"]
 

@@ -22,7 +22,7 @@ from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.mechanisms.talking_heads import KIND
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
-from .checkpoint.entries import TensorEntry
+from .checkpoint.tensor_files import TensorEntry
 from .grouping import repeat_heads
 from .latents import best_latent, on_latent, weight_forms
 from .methods.base import ConversionMethod, LayerContext

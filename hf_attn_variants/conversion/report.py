@@ -22,7 +22,7 @@ from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .calibration.head_groups import reorder_heads
-from .checkpoint.entries import TensorEntry, element_size
+from .checkpoint.tensor_files import TensorEntry, element_size
 from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .quality import Quality

@@ -16,9 +16,9 @@ from .calibration.matching_layers import check_matching_layers, fields_keeping, 
 from .calibration.plan_checks import is_calibrated, why_not_calibrated
 from .calibration.source_models import SourceModel
 from .calibration.texts import CalibrationLike, as_calibration
-from .checkpoint.entries import TensorEntry
-from .checkpoint.in_memory import TensorSource
+from .checkpoint.models import TensorSource
 from .checkpoint.source import warn_of_own_code
+from .checkpoint.tensor_files import TensorEntry
 from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
 from .methods.base import ConversionMethod

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..conversion.checkpoint.entries import TensorEntry
-from ..conversion.checkpoint.loading import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
-from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.models import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.checkpoint_folder import generation_config, name_classes
 from ..conversion.converted_tensors import converted_tensors
 from ..conversion.methods import resolve_method

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..conversion.checkpoint.entries import TensorEntry
-from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config, resolve_source
+from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.checkpoint_folder import plan_folder
 from ..conversion.methods import resolve_method
 from ..conversion.plan import ConversionPlan, make_plan

@@ -18,7 +18,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..errors import as_value_error
 from ..files import CONFIG_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME, parse_json
 from ..inspection.costs import source_window, variant_config

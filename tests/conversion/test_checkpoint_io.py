@@ -9,10 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants.conversion.checkpoint import reading
-from hf_attn_variants.conversion.checkpoint.entries import DTYPE_NAMES, cast, dtype_name
-from hf_attn_variants.conversion.checkpoint.reading import open_checkpoint
-from hf_attn_variants.conversion.checkpoint.writing import SafetensorsWriter, write_index
+from hf_attn_variants.conversion.checkpoint import tensor_files
+from hf_attn_variants.conversion.checkpoint.tensor_files import (
+    DTYPE_NAMES,
+    SafetensorsWriter,
+    cast,
+    dtype_name,
+    open_checkpoint,
+    write_index,
+)
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -38,7 +43,7 @@ def raw_safetensors(header, data=b""):
 
 @pytest.mark.parametrize("chunk_bytes", [8, 2**24])
 def test_reader_gives_what_was_stored(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", chunk_bytes)
     tensors = sample_tensors()
     save_file(tensors, tmp_path / FILE)
     with open_checkpoint(tmp_path) as reader:

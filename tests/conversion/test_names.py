@@ -11,7 +11,7 @@ from hf_attn_variants import conversion
 
 READS_A_FOLDER = """
 import json, sys
-import hf_attn_variants.conversion.checkpoint.reading, hf_attn_variants.conversion.checkpoint.source
+import hf_attn_variants.conversion.checkpoint.tensor_files, hf_attn_variants.conversion.checkpoint.source
 print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_attn_variants.conversion."))))
 """
 

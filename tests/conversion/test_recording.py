@@ -14,7 +14,7 @@ from hf_attn_variants.conversion.calibration.recording import (
     attention_weights,
     recorded_inputs,
 )
-from hf_attn_variants.conversion.checkpoint.in_memory import ModelReader
+from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.methods import resolve_method
 from hf_attn_variants.conversion.plan import make_plan
 from hf_attn_variants.conversion.projections import AttentionTensors

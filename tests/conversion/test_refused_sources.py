@@ -10,7 +10,7 @@ from architectures import T5
 
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.loading import reading_checkpoint
+from hf_attn_variants.conversion.checkpoint.models import reading_checkpoint
 
 from .conftest import LAYER, loaded, tensors_of
 

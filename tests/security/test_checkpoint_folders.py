@@ -218,7 +218,7 @@ def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_
 
 
 def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
-    from hf_attn_variants.conversion.checkpoint.folder_checks import why_not_read
+    from hf_attn_variants.conversion.checkpoint.source import why_not_read
 
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text(SECRET)

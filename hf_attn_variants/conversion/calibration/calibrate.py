@@ -16,7 +16,7 @@ from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
-from ..checkpoint.in_memory import TensorSource
+from ..checkpoint.models import TensorSource
 from ..grouping import HeadCounts
 from ..latents import LatentForms, best_latent
 from ..methods.base import CalibratedMethod, LatentInText, LayerContext

@@ -10,9 +10,8 @@ from transformers import AutoFeatureExtractor, PreTrainedModel
 
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..calibration_settings import Calibration
-from ..checkpoint.in_memory import ModelReader, assemble
-from ..checkpoint.loading import load_tokenizer_of, model_of_tensors, reading_checkpoint
-from ..checkpoint.reading import CheckpointReader
+from ..checkpoint.models import ModelReader, assemble, load_tokenizer_of, model_of_tensors, reading_checkpoint
+from ..checkpoint.tensor_files import CheckpointReader
 from ..checkpoint_folder import generation_config
 from ..plan import ConversionPlan
 

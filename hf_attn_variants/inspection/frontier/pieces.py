@@ -14,7 +14,7 @@ from ...conversion.calibration.calibrate import calibrate
 from ...conversion.calibration.plan_checks import why_source_is_not_fitted
 from ...conversion.calibration.source_models import source_in_memory
 from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.in_memory import ModelReader, assemble
+from ...conversion.checkpoint.models import ModelReader, assemble
 from ...conversion.converted_tensors import converted_tensors
 from ...conversion.methods import METHODS
 from ...conversion.plan import make_plan
