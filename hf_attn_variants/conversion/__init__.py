@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 # Imported when it is first used: whoever reads a checkpoint's folder needs none of the code that fits. No module here
 # may be called `convert`: it would take the function's place.
 _PLACES = {
-    "METHODS": "methods",
-    "AttentionTensors": "projections",
+    "METHODS": "request",
+    "AttentionTensors": "attention_tensors",
     "Calibration": "calibration_settings",
-    "ConversionMethod": "methods.base",
+    "ConversionMethod": "methods",
     "ConversionReport": "report",
-    "LayerContext": "methods.base",
+    "LayerContext": "methods",
     "LayerReport": "report",
     "convert": "conversions",
     "convert_checkpoint": "conversions",
@@ -52,14 +52,14 @@ def _found(name: str) -> Any:
 
 # A type checker that saw it would take any name for one that is here.
 if TYPE_CHECKING:
+    from .attention_tensors import AttentionTensors
     from .calibration.audio import read_audio_calibration
     from .calibration.texts import read_calibration
     from .calibration_settings import Calibration
     from .conversions import convert, convert_checkpoint, convert_model, load_converted
-    from .methods import METHODS
-    from .methods.base import ConversionMethod, LayerContext
-    from .projections import AttentionTensors
+    from .methods import ConversionMethod, LayerContext
     from .report import ConversionReport, LayerReport
+    from .request import METHODS
 else:
     __getattr__ = _found
 

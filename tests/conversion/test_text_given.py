@@ -17,10 +17,10 @@ from hf_attn_variants import convert, progress
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import texts as files
+from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
-from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.modeling.hosts.modeling_attn_variant_bert import AttnVariantBertModel
 
 

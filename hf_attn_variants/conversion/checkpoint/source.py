@@ -75,6 +75,15 @@ TASK_CLASSES = {
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 
 
+SAFETENSORS_SUFFIX = ".safetensors"
+# Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
+OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
+OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+# What the names of this package's classes have, and the entries of `auto_map` that lead to a model's code.
+OWN_CLASSES, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
 def why_not_read(path: Path, folder: Path) -> str | None:
     """Say why a file or folder in a checkpoint's folder is not read; None where it is.
 
@@ -168,15 +177,6 @@ def _adapted(folder: Path) -> tuple[str, str]:
         base if isinstance(base, str) and re.fullmatch(r"[\w./~ -]+", base) else "BASE",
         model_class if isinstance(model_class, str) and re.fullmatch(r"\w+", model_class, re.ASCII) else "AutoModel",
     )
-
-
-SAFETENSORS_SUFFIX = ".safetensors"
-# Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
-OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
-OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
-# What the names of this package's classes have, and the entries of `auto_map` that lead to a model's code.
-OWN_CLASSES, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
-IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:

@@ -58,6 +58,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CASTABLE = ("F64", "F32", "F16", "BF16")
 
 
+CHUNK_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a torch dtype.
 
@@ -132,10 +136,6 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
         if overflowed.any():
             raise ValueError(f"{name!r} holds numbers too large for {dtype}; choose bfloat16 or float32.")
     return converted
-
-
-CHUNK_BYTES = 16 * 2**20
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class CheckpointReader(ABC):
