@@ -1,10 +1,13 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
-`convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections`, `latents`,
-`calibration_settings` and `quality` (which heads share, what an attention is made of, what it may be made from, the
-text, how near a model stays), `checkpoint` (tensors in and out), `calibration` (what attentions do on text, the fit to
-it, and the whole model on held-out text), `methods` (how heads merge, one file each), `attention_modules` and `plan`
-(what will be done, checked before any work), `report` (what is said of it), `conversions`.
+`conversions.convert` reads, plans, pools or fits, and writes. The modules, in the order of their use:
+
+- `checkpoint`: folders, configurations and tensors, read and written;
+- `request` and `plan`: what the user asks, and what becomes of each attention (`attention_modules`);
+- `methods`: how heads are merged, by the weights alone (`attention_tensors`);
+- `calibration`: attentions fitted to text or audio, and the quality of the whole model (`quality`). A conversion
+  without a calibration does not import it;
+- `writing` and `report`: the new tensors, the folder, and the report.
 """
 
 import importlib

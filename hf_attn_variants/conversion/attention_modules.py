@@ -273,30 +273,32 @@ def check_other_shapes(
             )
 
 
-def check_nothing_missing(source: Any, entries: Mapping[str, TensorEntry], wrong: str) -> None:
+def check_nothing_missing(
+    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
+) -> None:
     """Refuse a checkpoint that lacks a part of the model, which `from_pretrained` draws at random.
 
     A missing head is warned of: people load checkpoints without it on purpose. BERT's pooler is often left out.
 
     Args:
-        source: the source's model, on the meta device.
-        entries, wrong: as for `check_other_shapes`.
+        target, entries, modules, wrong: as for `check_other_shapes`. The tensors of `modules` are already checked.
 
     Raises:
         ValueError: naming the first.
     """
-    prefix = f"{source.base_model_prefix}."
+    prefix = f"{target.base_model_prefix}."
     # Of old BERTs, whose names transformers changes when it loads them.
-    names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in entries}
+    new = {name for module in modules for name in (*module.new_tensors.values(), *module.projections)}
+    names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in {*entries, *new}}
     names = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names}
     names |= {prefix + name for name in names} | {name.removeprefix(prefix) for name in names}
-    ignored = [re.compile(pattern) for pattern in source._keys_to_ignore_on_load_missing or ()]
+    ignored = [re.compile(pattern) for pattern in target._keys_to_ignore_on_load_missing or ()]
     tied: dict[int, list[str]] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
+    for name, parameter in target.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
     missing = [each[0] for each in tied.values() if not names.intersection(each)]
     missing = [name for name in missing if "pooler" not in name and not any(each.search(name) for each in ignored)]
-    of_base = [name for name in missing if source.base_model is source or name.startswith(prefix)]
+    of_base = [name for name in missing if target.base_model is target or name.startswith(prefix)]
     if of_base:
         more = f" and {len(of_base) - 1} more" if len(of_base) > 1 else ""
         raise ValueError(
@@ -308,5 +310,5 @@ def check_nothing_missing(source: Any, entries: Mapping[str, TensorEntry], wrong
             "the checkpoint has no %r, a part of %s: `from_pretrained` draws it at random, in the source and in the "
             "converted model",
             missing[0],
-            type(source).__name__,
+            type(target).__name__,
         )

@@ -1,6 +1,6 @@
 """The projections of one attention, its heads, and the latents that keys and values can be made from.
 
-Of the memory y a latent c = A y [r] keeps R c, and the maps W of keys or values then lose W (y - R A y). What that
+A latent c = A y [r] of the memory y keeps R c, and the maps W of keys or values then lose W (y - R A y). What that
 does to an attention's output is a quadratic form of the lost part: with G [D, D] for what the output makes of an error
 of the memory through all heads' maps, and S [D, D] for the second moment of the memory as it is read,
 
@@ -47,8 +47,6 @@ __all__ = [
     "split_heads",
     "weight_forms",
 ]
-
-
 ROLES = ("query", "key", "value", "output")
 # The field of `AttentionTensors` that several attentions may share.
 LATENT = "latent_weight"
@@ -134,14 +132,8 @@ def rank_relation(source: int | None, target: int | None) -> str:
 
 
 def split_heads(projection: torch.Tensor, heads: int) -> torch.Tensor:
-    """View a projection's weight [h*d, D] or bias [h*d] as [h, d, D] or [h, d].
-
-    Raises:
-        ValueError: if the rows are not a multiple of `heads`.
-    """
-    if projection.ndim not in (1, 2) or projection.shape[0] % heads:
-        raise ValueError(f"a projection of shape {list(projection.shape)} does not split into {heads} heads.")
-    return projection.reshape(heads, projection.shape[0] // heads, *projection.shape[1:])
+    """View a projection's weight [h*d, D] or bias [h*d] as [h, d, D] or [h, d]."""
+    return projection.unflatten(0, (heads, -1))
 
 
 def join_heads(heads: torch.Tensor) -> torch.Tensor:

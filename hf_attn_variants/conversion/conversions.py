@@ -239,8 +239,7 @@ def convert_checkpoint(
         quality = None if fitted is None else _quality_of_files(plan, reader, fitted, folder)
         with new.written(fitted.attentions if fitted else {}) as (stage, layers):
             plan.config.save_pretrained(stage)
-            if reader is not stored:
-                lengthen_tokenizer(stage, config, fields)
+            lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
                 plan,
                 layers,

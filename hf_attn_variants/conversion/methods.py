@@ -80,7 +80,7 @@ class ConversionMethod(Protocol):
     """One way of merging heads. A new method is such a class and its row in `request.METHODS`.
 
     `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`;
-    with another, a latent is found from the weights (`latents.weight_forms`).
+    with another, a latent is found from the weights (`attention_tensors.weight_forms`).
     """
 
     name: str

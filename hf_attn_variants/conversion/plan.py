@@ -14,7 +14,7 @@ from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
 from ..modeling.fields.field_table import FIELDS, row_of
-from ..modeling.fields.given_fields import quietly, without_same_size, wrong_name
+from ..modeling.fields.given_fields import quietly, without_same_size
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.mechanism import NONE
@@ -52,20 +52,6 @@ __all__ = [
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of a source that no conversion can start from.
 UNCONVERTIBLE = {name: row.unconvertible for row in FIELDS if row.unconvertible for name in row.names}
-# What stands in Python for flags of the command.
-FLAGS = {
-    "calibration_file": "`calibration=`, the path or a list of texts",
-    "calibration_columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
-    "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
-    "calibration_size": "`calibration=` as many examples as are meant",
-    "fit_steps": "`calibration=Calibration(texts, fit_steps=...)`",
-    "max_length": "`calibration=Calibration(texts, max_length=...)`",
-    "source_lang": "`calibration=Calibration(texts, source_lang=...)`",
-    "target_lang": "`calibration=Calibration(texts, target_lang=...)`",
-    "quick": "few texts and no fit: `calibration=Calibration(texts[:384], fit_steps=0)`",
-}
 
 
 @dataclass(frozen=True)
@@ -234,10 +220,10 @@ def make_plan(
         if dtype is not None:
             new_config.dtype = dtype
         with torch.device("meta"):
-            source, target = model_class(source_config), model_class(new_config)
+            target = model_class(new_config)
     modules = attention_modules(target, source_config, entries)
     check_other_shapes(target, entries, modules, wrong)
-    check_nothing_missing(source, entries, wrong)
+    check_nothing_missing(target, entries, modules, wrong)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
     _check_layers_given(given, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
@@ -312,10 +298,6 @@ def _check_fields(
         if name not in config_class.variant_fields():
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
-            if name in FLAGS:
-                raise ValueError(f"`{name}` is no argument of `convert`: give {FLAGS[name]}.")
-            if field is None and (reason := wrong_name(config_class, name)) is not None:
-                raise ValueError(reason)
             raise ValueError(
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")

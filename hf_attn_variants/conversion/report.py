@@ -7,9 +7,9 @@ The relative Frobenius errors of the two products that attention is made of, ove
 
 with W_k,i the key head that query head i reads.
 
-The errors of `weight_errors` compare weights and know nothing of the data: after a calibration they are large where
-the model is good. There the error that means something is that of each attention's output y, computed in float32 on
-the calibration's held-out text, for each of its calls with the inputs of the source:
+These errors compare weights and know nothing of the data: after a calibration they are large where the model is good.
+There the error that means something is that of each attention's output y, computed in float32 on the calibration's
+held-out text, for each of its calls with the inputs of the source:
 
     output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens; 0 is equal, 1 no better than the mean
 """

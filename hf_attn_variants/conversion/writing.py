@@ -36,8 +36,6 @@ __all__ = [
     "planned_entries",
     "write_weights",
 ]
-
-
 # How the names of tokenizers' files begin.
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 

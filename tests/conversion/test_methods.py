@@ -139,8 +139,3 @@ def test_random_has_the_architectures_scale_and_no_bias():
 def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
         resolve_method("median")
-
-
-def test_rows_that_do_not_split_are_refused():
-    with pytest.raises(ValueError, match="does not split into 5 heads"):
-        split_heads(torch.zeros(12, 3), 5)

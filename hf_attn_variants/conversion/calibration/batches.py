@@ -44,8 +44,6 @@ logger = logging.get_logger(__name__)
 # Tokens of the shortest passage; single texts are shorter.
 SHORTEST = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-
-
 # Below this there is nothing to fit to; how many are wanted, `calibration_checks.check_amount` says.
 MIN_TOKENS = 100
 # A text is much shorter than what the model reads where it has less than its positions by this.

@@ -29,8 +29,6 @@ __all__ = ["error_compared_with", "fit", "refit_output", "refits_of_output", "re
 DAMPING = 0.1
 # Steps between two looks at held-out text, and those without gain after which the fit ends.
 MEASURED_EVERY, PATIENCE = 40, 160
-
-
 # Examples are dealt to this many folds.
 FOLDS = 5
 # The values of k to try, as multiples of the mean second moment of c. With plenty of text the first is the best.

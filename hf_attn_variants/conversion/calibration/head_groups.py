@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 # Relative to the largest: directions of less weight than this are numerical noise of float32 activations.
 RANK_TOLERANCE = 1e-7
-
-
 # The text that the search looks at; its moments are of all heads together, which costs h times those of groups.
 SEARCH_TOKENS = 8192
 RANDOM_STARTS = 16

@@ -11,7 +11,7 @@ and the groups are those that lose least (`head_groups`). For the g heads of a g
 - values: the shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2, with Z the
   second moment of what the heads of the group read: the values averaged by the attention weights.
 - output: W_o (and its bias) of all heads together by regression on the attention's own outputs, with the new heads'
-  weights and values (`output_regression`); what one head lost, others give back where they can.
+  weights and values (`fitting.refit_output`); what one head lost, others give back where they can.
 
 All on moments of h*d numbers at most, in float64. The fit after that (`fitting`) is Adam on the module's projections.
 """
@@ -43,8 +43,6 @@ from .recording import AttentionInputs, attend
 __all__ = ["Aligned", "Calibrated"]
 
 ROUNDS = 30
-
-
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
 # Keys count as often as they occur, and as much as they are attended to: these shares of the latter are tried.

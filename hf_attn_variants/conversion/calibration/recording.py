@@ -31,8 +31,6 @@ from .batches import read_by_decoder, read_by_encoder
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs", "recorded_together"]
 
 UNREADABLE = "the source cannot read the calibration: its configuration is wrong"
-
-
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
 

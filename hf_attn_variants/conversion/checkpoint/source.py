@@ -1,10 +1,7 @@
 """The folder of a checkpoint, checked before it is read, its configuration, and the files beside its weights."""
 
-import json
 import logging
 import os
-import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -64,17 +61,7 @@ LOADED = (
     "merges.txt",
     CARD_NAME,
 )
-# What an adapter is trained for, as peft writes it, and the class of its base.
-TASK_CLASSES = {
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
-
-
 SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
@@ -125,31 +112,28 @@ def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
         ValueError: if it does not; what of it is missing is said by whoever reads it.
     """
     files = os.listdir(folder)
-    check_no_adapter(str(folder), files, folder)
+    check_no_adapter(str(folder), files)
     if not allow_pickle:
         check_no_pickle(str(folder), files)
 
 
-def check_no_adapter(name: str, files: list[str], folder: Path | None = None) -> None:
-    """Raise ValueError if among the files of a checkpoint, in `folder` if they are here, is an adapter of peft."""
+def check_no_adapter(name: str, files: list[str]) -> None:
+    """Check that a checkpoint is a whole model and not an adapter of peft.
+
+    Args:
+        name: the checkpoint's folder or Hub id.
+        files: the names of its files.
+
+    Raises:
+        ValueError: if an adapter is among the files.
+    """
     adapter_files = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
-    if not adapter_files:
-        return
-    kind, beside = "an adapter alone, and no model", ""
-    if {*WEIGHTS} & {*files}:
-        kind = "an adapter beside whole weights"
-        beside = f"; without {' and '.join(adapter_files)} the folder is the model alone"
-    base, model_class = _adapted(folder) if folder is not None else ("BASE", "AutoModel")
-    package = "hf_attn_variants" if model_class.startswith("AttnVariant") else "transformers"
-    quoted, merged = (json.dumps(each) for each in (name, f"{name.rstrip('/')}-merged"))
-    code = (
-        f"from {package} import {model_class} as M; from peft import PeftModel as P; "
-        f'P.from_pretrained(M.from_pretrained("{base}"), {quoted}).merge_and_unload().save_pretrained({merged})'
-    )
-    raise ValueError(
-        f"{name} holds {kind} ({', '.join(adapter_files)}), made for {base}: merge it first, by `python -c "
-        f"{shlex.quote(code)}`{beside}."
-    )
+    if adapter_files:
+        kind = "an adapter beside whole weights" if {*WEIGHTS} & {*files} else "an adapter alone, and no model"
+        raise ValueError(
+            f"{name} holds {kind} ({', '.join(adapter_files)}). Merge the adapter into its base model first (peft's "
+            "`merge_and_unload`), or remove these files to use the model alone."
+        )
 
 
 def check_no_pickle(name: str, files: list[str]) -> None:
@@ -161,22 +145,6 @@ def check_no_pickle(name: str, files: list[str]) -> None:
             "allow_pickle=True (--allow_pickle of `attn-variants convert`, which makes such a copy) to read its "
             "tensors with weights_only=True."
         )
-
-
-def _adapted(folder: Path) -> tuple[str, str]:
-    """Return the base of an adapter and its class; placeholders for what is not said, or is no plain name."""
-    try:
-        values = load_json(folder / "adapter_config.json")
-    except (OSError, ValueError):
-        values = None
-    values = values if isinstance(values, dict) else {}
-    base, mapping = values.get("base_model_name_or_path"), values.get("auto_mapping")
-    model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    model_class = model_class or TASK_CLASSES.get(str(values.get("task_type")))  # peft says one of the two
-    return (
-        base if isinstance(base, str) and re.fullmatch(r"[\w./~ -]+", base) else "BASE",
-        model_class if isinstance(model_class, str) and re.fullmatch(r"\w+", model_class, re.ASCII) else "AutoModel",
-    )
 
 
 def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:

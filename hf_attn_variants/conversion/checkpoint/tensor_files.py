@@ -56,8 +56,6 @@ TORCH_DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CASTABLE = ("F64", "F32", "F16", "BF16")
-
-
 CHUNK_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -379,7 +377,8 @@ class SafetensorsWriter:
         metadata: the header's strings.
 
     Raises:
-        ValueError: for a tensor that is unknown, written twice, of another dtype or shape, or (at `close`) missing.
+        KeyError: for a tensor that is unknown or written twice.
+        ValueError: for a tensor of another dtype or shape, or (at `close`) a missing one.
     """
 
     def __init__(
@@ -401,8 +400,8 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor."""
-        entry = self._layout.get(name)
-        if entry is not None and (tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype)):
+        entry = self._layout[name]
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype):
             raise ValueError(
                 f"{self.path.name}: {name!r} was announced as {entry.dtype} {list(entry.shape)} and came as "
                 f"{tensor.dtype} {list(tensor.shape)}."
@@ -411,9 +410,6 @@ class SafetensorsWriter:
 
     def write_chunks(self, name: str, chunks: Iterable[torch.Tensor]) -> None:
         """Write a tensor's elements, given as flat tensors one after another."""
-        if name not in self._missing:
-            state = "written twice" if name in self._layout else "not in the header"
-            raise ValueError(f"{self.path.name}: tensor {name!r} is {state}.")
         entry = self._layout[name]
         self._file.seek(self._start + entry.begin)
         written = 0
@@ -423,7 +419,7 @@ class SafetensorsWriter:
             raise ValueError(
                 f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written."
             )
-        self._missing.discard(name)
+        self._missing.remove(name)
 
     def close(self) -> None:
         """Finish the file."""
