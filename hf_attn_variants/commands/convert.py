@@ -309,14 +309,16 @@ def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _be_quick(args: argparse.Namespace) -> None:
     """Set what a quick conversion takes less of, where it is not given."""
-    from ..conversion.methods import METHODS
+    from ..conversion.request import METHODS
 
     hears = args.calibration_audio_dir is not None
     if not hears and args.calibration_file is None:
         raise ValueError("--quick is of a calibration: give --calibration_file, or --calibration_audio_dir.")
     if args.calibration_size is None:
         args.calibration_size = QUICK_AUDIO_SIZE if hears else QUICK_SIZE
-    if args.fit_steps is None and (args.method is None or "fit_steps" in getattr(METHODS[args.method], "options", ())):
+    if args.fit_steps is None and (
+        args.method is None or "fit_steps" in getattr(METHODS[args.method](), "options", ())
+    ):
         args.fit_steps = 0
 
 
@@ -324,12 +326,12 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text, or find its audio, and draw the examples."""
     from ..conversion.calibration.audio import read_audio_calibration
     from ..conversion.calibration.texts import read_calibration
-    from ..conversion.methods import METHODS
-    from ..conversion.methods.base import CalibratedMethod
+    from ..conversion.methods import CalibratedMethod
+    from ..conversion.request import METHODS
 
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
-    method: Any = None if args.method is None else METHODS[args.method]
-    if given and method is not None and not issubclass(method, CalibratedMethod):
+    method = None if args.method is None else METHODS[args.method]()
+    if given and method is not None and not isinstance(method, CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
     settings = {name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in given}
     if args.calibration_audio_dir is not None:

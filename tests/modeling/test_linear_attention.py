@@ -5,7 +5,6 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch import nn
 
-from hf_attn_variants.modeling.attention import kernel_interface
 from hf_attn_variants.modeling.attention.kernel_interface import (
     attend_by_kernel,
     keys_read,

@@ -13,7 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import attention_interface
-from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
 from hf_attn_variants.modeling.variant_names import SDPA
 from hf_attn_variants.reference.talking_heads import attention_core
 

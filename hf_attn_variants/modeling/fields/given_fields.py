@@ -17,7 +17,7 @@ from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
 from ..mechanisms.talking_heads import DYNAMIC, IDENTITY, INIT, keeps_cache, talking_places, talks
 from ..ops.reach import MAX_SIZE
 from .field_checks import nearest, without_prefix
-from .field_table import OPTIONAL_FIELDS, row_of
+from .field_table import OPTIONAL_FIELDS
 from .kernel_fields import KernelFields
 from .layer_values import without_layer_values
 

@@ -11,7 +11,6 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import checked_kv_heads, checked_rank
 from .field_table import FIELDS, row_of
-from .kernel_fields import checked_kernel
 from .pattern_fields import checked_pattern_size
 from .talking_fields import checked_talking_value
 

@@ -33,8 +33,6 @@ from .field_checks import (
 from .field_table import check_choice, variant_field
 from .foreign_classes import check_foreign_class, foreign_class
 from .given_fields import (
-    check_idle,
-    named_fields,
     reading,
     stored_values,
     without_replaced,

@@ -1,19 +1,39 @@
-"""What a conversion method is: a map from one layer's attention projections to those with fewer key/value heads."""
+"""Conversion methods: they map the projections of one attention to those with fewer key/value heads."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..calibration.recording import AttentionInputs
-from ..calibration_settings import Calibration
-from ..grouping import HeadCounts
-from ..latents import LatentForms, on_latent
-from ..projections import AttentionTensors
+from .attention_tensors import (
+    AttentionTensors,
+    HeadCounts,
+    LatentForms,
+    group_heads,
+    join_heads,
+    on_latent,
+    pool_key_value,
+)
 
-__all__ = ["CalibratedMethod", "ConversionMethod", "LatentInText", "LayerContext"]
+if TYPE_CHECKING:
+    from .calibration.recording import AttentionInputs
+    from .calibration_settings import Calibration
+
+__all__ = [
+    "CalibratedMethod",
+    "ConversionMethod",
+    "FirstHead",
+    "LatentInText",
+    "LayerContext",
+    "MeanPooling",
+    "RandomHeads",
+    "first_heads",
+    "mean_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -57,10 +77,10 @@ class LatentInText:
 
 
 class ConversionMethod(Protocol):
-    """One way of merging heads. A new method is one file with such a class and one row in `methods/__init__.py`.
+    """One way of merging heads. A new method is such a class and its row in `request.METHODS`.
 
     `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`;
-    with another, a latent is found from the weights (`latents.weight_forms`).
+    with another, a latent is found from the weights (`attention_tensors.weight_forms`).
     """
 
     name: str
@@ -143,3 +163,52 @@ class CalibratedMethod(ABC):
             f"method {self.name!r} has not seen this model's {layer.module}: it needs calibration text "
             "(`calibration=`)."
         )
+
+
+def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Average each group of consecutive heads: weight [source*d, D] -> [target*d, D], bias likewise, in one dtype."""
+    pooled = [
+        # float64 so that equal heads give themselves back; a group at a time so that no wide copy of the layer exists.
+        group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
+        for group in group_heads(projection, source, target)
+    ]
+    return join_heads(torch.stack(pooled))
+
+
+class MeanPooling:
+    """Key/value head i is the mean of its group's heads, weights and biases alike."""
+
+    name = "mean"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        return pool_key_value(tensors, heads, mean_heads)
+
+
+def first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Keep the first of each group of consecutive heads: weight [source*d, D] -> [target*d, D], bias likewise."""
+    return join_heads(group_heads(projection, source, target)[:, 0])
+
+
+class FirstHead:
+    """Key/value head i is head g*i of the source, g heads to a group."""
+
+    name = "first"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        return pool_key_value(tensors, heads, first_heads)
+
+
+class RandomHeads:
+    """Keys and values are drawn as the architecture initialises them, biases are zero: a baseline for uptraining."""
+
+    name = "random"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        def draw(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+            rows = projection.shape[0] // source * target
+            if projection.ndim == 1:
+                return projection.new_zeros(rows)
+            drawn = torch.empty(rows, projection.shape[1])
+            return drawn.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
+
+        return pool_key_value(tensors, heads, draw)

@@ -1,22 +1,29 @@
-"""Models and tokenizers loaded by transformers: whatever it, or safetensors, raises names the checkpoint."""
+"""Models of a checkpoint's tensors: loaded by Transformers, read from memory, or built in memory."""
 
+import copy as copying
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import is_out_of_memory
 from ...files import load_json
+from ...modeling.mechanisms.kernels.kernel_table import drawn_names
+from ...modeling.variant_names import EAGER, SDPA
 from .source import learned_tokens, local_folder
+from .tensor_files import CheckpointReader, TensorEntry, checked_finite, dtype_name
 
 __all__ = [
     "TOKENIZER_FILES",
+    "ModelReader",
+    "TensorSource",
+    "assemble",
     "check_learned_tokens",
     "check_tokenizer_files",
     "load_tokenizer_of",
@@ -38,8 +45,7 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     name = os.fspath(source)
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
-        with _held_mismatches() as reports:
-            yield os.path.expanduser(source)
+        yield os.path.expanduser(source)
     except (ValueError, OSError) as error:
         if name in str(error):
             raise
@@ -49,44 +55,9 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if reports:
-            raise ValueError(f"{name}: its config.json does not fit its weights: {reports[0]}") from error
         # Two lines: huggingface_hub's first one names the field and its second one the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
-
-
-@contextmanager
-def _held_mismatches() -> Iterator[list[str]]:
-    """Hold transformers' tables of tensors that do not fit back until it is clear that this is no error.
-
-    Yields:
-        What they say of the first tensor of each.
-    """
-    reports: list[str] = []
-    held: list[logging.LogRecord] = []
-
-    def hold(record: logging.LogRecord) -> bool:
-        line = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
-        if line is None:
-            return record.levelno >= level
-        reports.append(f"{line[1]}: {line[2].strip()}")
-        held.append(record)
-        return False
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    own, level = logger.level, logger.getEffectiveLevel()
-    logger.addFilter(hold)
-    if level > logging.WARNING:  # where only errors are shown
-        logger.setLevel(logging.INFO)  # of a logger that is at WARNING itself, transformers wants to know more
-    try:
-        yield reports
-    finally:
-        logger.removeFilter(hold)
-        logger.setLevel(own)
-    for record in held:
-        if record.levelno >= level:
-            logger.handle(record)
 
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -172,3 +143,98 @@ def model_of_tensors(
             return model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     finally:
         logger.removeFilter(named)
+
+
+class ModelReader:
+    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory, which is finite."""
+
+    def __init__(self, model: nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
+            )
+        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        drawn = tuple(f".{name}" for name in drawn_names())
+        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
+        self.entries = {}
+        for name, tensor in self._tensors.items():
+            if ".lora_" in name or ".base_layer." in name:
+                raise ValueError(
+                    f"the model holds an adapter ({name!r}): merge it first (peft's `merge_and_unload`), or convert "
+                    "the model without it and train the adapter on the converted one."
+                )
+            if tensor.device.type == "meta":
+                raise ValueError(f"{name!r} is not in memory (device meta): load the model without offloading first.")
+            self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    def read(self, name: str) -> torch.Tensor:
+        return checked_finite(self._tensors[name].detach(), name)
+
+
+# Both have `entries` and `read`.
+TensorSource = CheckpointReader | ModelReader
+
+
+def assemble(
+    model_class: type[ModelT],
+    config: Any,
+    tensors: dict[str, torch.Tensor],
+    model: PreTrainedModel,
+    copy: bool = False,
+) -> ModelT:
+    """Build a model of tensors by name; tied weights, buffers and all other state as in `model`.
+
+    Args:
+        copy: copy the tensors that are `model`'s own memory.
+    """
+    with torch.device("meta"):
+        built = model_class(config)
+    sources = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[int, nn.Parameter] = {}
+    buffers = {name for name, _ in built.named_buffers()} & tensors.keys()  # a kernel's random vectors
+    for name, tensor in tensors.items():
+        if name in buffers:
+            continue
+        source = sources.get(name)
+        if id(source) not in parameters or source is None:
+            if copy and source is not None and tensor.data_ptr() == source.data_ptr():
+                tensor = tensor.clone()
+            parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
+        _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
+    for name, buffer in model.named_buffers():
+        _set_tensor(built, name, buffer.clone())
+    for name in buffers:
+        _set_tensor(built, name, tensors[name].clone())
+    return _with_state(built, model)
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    of_module: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    of_module[leaf] = tensor
+
+
+def _with_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
+    """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
+    converted.train(model.training)
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            vars(converted.get_submodule(name)).update(
+                gradient_checkpointing=True, _gradient_checkpointing_func=module._gradient_checkpointing_func
+            )
+    implementation = model.config._attn_implementation
+    converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
+    # An untied T5 is not tied, whatever its class says.
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    converted.all_tied_weights_keys = {
+        name: to for name, to in (converted.all_tied_weights_keys or {}).items() if name in tied
+    }
+    if getattr(model, "generation_config", None) is not None:
+        converted.generation_config = copying.deepcopy(model.generation_config)
+    left = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(
+            f"the model has no tensor {left[0]!r}: it is not a plain {converted.config.model_type} model."
+        )
+    return converted

@@ -1,4 +1,4 @@
-"""Shared key/value heads in closed form from calibration text, then fitted to the attention's own outputs.
+"""Conversion methods that fit the new heads to what the attentions of the original model make of text.
 
 BERT, ALBERT and T5 have no rotary positions inside the dot product, so a head is its products alone: its logits are
 x^T B_i y with B_i = W_q,i^T W_k,i, and it adds W_o,i W_v,i sum_j p_ij y_j to the output. So heads may change places,
@@ -11,7 +11,7 @@ and the groups are those that lose least (`head_groups`). For the g heads of a g
 - values: the shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2, with Z the
   second moment of what the heads of the group read: the values averaged by the attention weights.
 - output: W_o (and its bias) of all heads together by regression on the attention's own outputs, with the new heads'
-  weights and values (`output_regression`); what one head lost, others give back where they can.
+  weights and values (`fitting.refit_output`); what one head lost, others give back where they can.
 
 All on moments of h*d numbers at most, in float64. The fit after that (`fitting`) is Adam on the module's projections.
 """
@@ -19,30 +19,95 @@ All on moments of h*d numbers at most, in float64. The fit after that (`fitting`
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...modeling.mechanisms.head_sharing import consecutive_groups
-from ..calibration.fitting import fit, rounded
-from ..calibration.head_groups import best_groups, heads_are_free, reorder_heads
-from ..calibration.moments import HeadMoments, head_moments, pseudo_inverse, square_root
-from ..calibration.output_regression import refit_output, refits_of_output
-from ..calibration.recording import AttentionInputs, attend
+from ..attention_tensors import (
+    AttentionTensors,
+    HeadCounts,
+    join_heads,
+    on_latent,
+    reorder_heads,
+    repeat_heads,
+    split_heads,
+)
 from ..calibration_settings import FIT_DEFAULTS, Calibration
-from ..grouping import HeadCounts, repeat_heads, split_heads
-from ..latents import on_latent
-from ..projections import AttentionTensors
-from .base import CalibratedMethod, LatentInText, LayerContext
+from ..methods import CalibratedMethod, LatentInText, LayerContext
+from .fitting import fit, refit_output, refits_of_output, rounded
+from .head_groups import HeadMoments, best_groups, head_moments, heads_are_free, pseudo_inverse, square_root
+from .recording import AttentionInputs, attend
 
-__all__ = ["Calibrated"]
+__all__ = ["Aligned", "Calibrated"]
 
+ROUNDS = 30
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
 # Keys count as often as they occur, and as much as they are attended to: these shares of the latter are tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
 # The relative error below which the fit of a latent takes no smaller steps.
 LEAST_ERROR = 1e-3
+
+
+class Aligned(CalibratedMethod):
+    """Mean-pooling after an orthogonal Procrustes alignment of each group's heads.
+
+    A head's queries and keys may be rotated together, and its values against W_o, without changing what it computes:
+    q^T k = (R q)^T (R k). The rotations are those that bring the keys (and values) of a group closest to each other on
+    the text. Groups are of consecutive heads. Nothing is refitted.
+    """
+
+    name = "aligned"
+
+    @torch.no_grad()
+    def convert_module(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        calibration: Calibration,
+    ) -> AttentionTensors:
+        groups = consecutive_groups(heads.query, heads.key[1])
+        moments = head_moments(tensors, heads, inputs, groups)
+        key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
+        value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in moments.values])
+        changed: dict[str, Any] = tensors.mapped("query", partial(_turned, turns=key_turns, kept=heads.query))
+        changed |= tensors.mapped("key", partial(_turned, turns=key_turns, kept=len(groups)))
+        changed |= tensors.mapped("value", partial(_turned, turns=value_turns, kept=len(groups)))
+        output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
+        output = torch.einsum("ohe,hde->ohd", output, value_turns).flatten(1).to(tensors.output_weight.dtype)
+        return replace(tensors, **changed, output_weight=output)
+
+
+def _turned(projection: torch.Tensor, turns: torch.Tensor, kept: int) -> torch.Tensor:
+    """Turn each head of a projection by its rotation [h, d, d], then average them down to the heads that are kept."""
+    heads, head_dim = turns.shape[:2]
+    repeated = repeat_heads(projection, projection.shape[0] // head_dim, heads)
+    turned = torch.einsum("hde,he...->hd...", turns, split_heads(repeated.double(), heads))  # [h, d, ...]
+    if kept != heads:
+        turned = turned.unflatten(0, (kept, -1)).mean(1)
+    return join_heads(turned).to(projection.dtype)
+
+
+def _alignment(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the rotations [g, d, d] that bring heads of a second moment [g*d, g*d] closest to each other.
+
+    Each head in turn is rotated towards the sum of the others: the orthogonal Procrustes problem, whose solution is
+    U V^T of the singular value decomposition of their cross-moment.
+    """
+    size = moment.shape[0] // head_dim
+    cross = moment.unflatten(0, (size, head_dim)).unflatten(2, (size, head_dim)).transpose(1, 2)  # [g, g, d, d]
+    turns = torch.eye(head_dim, dtype=moment.dtype, device=moment.device).repeat(size, 1, 1)
+    for _ in range(ROUNDS):
+        for head in range(size):
+            others = sum(turns[other] @ cross[other, head] for other in range(size) if other != head)
+            if size > 1:
+                left, _, right = torch.linalg.svd(others)
+                turns[head] = left @ right
+    return turns
 
 
 class Calibrated(CalibratedMethod):

@@ -1,4 +1,4 @@
-"""Checkpoints read tensor by tensor: safetensors files, or pickles on request.
+"""Checkpoints read and written tensor by tensor: safetensors files, or pickles read on request.
 
 No reader holds more than one tensor, or one chunk of it, in memory. The safetensors format: 8 bytes of header length
 (little-endian), a JSON header with each tensor's dtype, shape and byte range, then the bytes. `safetensors.safe_open`
@@ -7,11 +7,13 @@ memory; its errors do not tell a short file from a long one; and it slices rows,
 """
 
 import json
+import math
 import os
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,119 @@ from typing import Any
 import torch
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
-from .entries import TORCH_DTYPES, TensorEntry, checked_finite, dtype_name
-from .folder_checks import check_no_pickle
+from .source import check_no_pickle
 
-__all__ = ["CheckpointReader", "open_checkpoint"]
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "CheckpointReader",
+    "SafetensorsWriter",
+    "TensorEntry",
+    "cast",
+    "checked_finite",
+    "dtype_name",
+    "element_size",
+    "open_checkpoint",
+    "write_index",
+]
 
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+CASTABLE = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a torch dtype.
+
+    Raises:
+        ValueError: if the format has none.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"safetensors cannot store tensors of {dtype}.")
+    return DTYPE_NAMES[dtype]
+
+
+def element_size(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        ValueError: for a dtype that cannot be written.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"tensors of dtype {dtype} cannot be written.")
+    return TORCH_DTYPES[dtype].itemsize
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: file, dtype by its safetensors name, shape, and its range of bytes in the file's data."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensor takes; a ValueError for a dtype that cannot be written."""
+        return self.numel * element_size(self.dtype)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the elements are floating-point numbers of a type that `--dtype` converts."""
+        return self.dtype in CASTABLE
+
+
+def checked_finite(tensor: torch.Tensor, name: str, place: object = "the model") -> torch.Tensor:
+    """Return a tensor whose numbers are all finite.
+
+    Raises:
+        ValueError: for one that holds NaN or infinite numbers, of which no conversion makes anything.
+    """
+    if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+        lowest, largest = (tensor.float() if tensor.element_size() == 1 else tensor.detach()).aminmax()
+        if not (lowest.isfinite() and largest.isfinite()):
+            kind = "NaN" if largest.isnan() or lowest.isnan() else "infinite numbers"
+            raise ValueError(f"{place}: the tensor {name!r} holds {kind}; mend the checkpoint, or train it again.")
+    return tensor
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Convert a tensor's elements to `dtype`.
+
+    Raises:
+        ValueError: if a finite number becomes infinite.
+    """
+    converted = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
+        if overflowed.any():
+            raise ValueError(f"{name!r} holds numbers too large for {dtype}; choose bfloat16 or float32.")
+    return converted
 
 
 class CheckpointReader(ABC):
@@ -258,3 +366,94 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{path} holds a {type(tensors).__name__}, not the tensors of a model by name.")
     return tensors
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file tensor by tensor, in any order; the header is written first.
+
+    Args:
+        path: the file; must not exist.
+        tensors: every tensor's dtype (safetensors name) and shape, by name.
+        metadata: the header's strings.
+
+    Raises:
+        KeyError: for a tensor that is unknown or written twice.
+        ValueError: for a tensor of another dtype or shape, or (at `close`) a missing one.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    ):
+        self.path = path
+        self._layout: dict[str, TensorEntry] = {}
+        # Wide elements first, as the format's own serialiser does: each tensor starts on a multiple of its element.
+        position = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
+            begin, position = position, position + math.prod(shape) * element_size(dtype)
+            self._layout[name] = TensorEntry(path.name, dtype, tuple(shape), begin, position)
+        header = _header_bytes(self._layout, metadata or {})
+        self._start = len(header)
+        self._missing = set(self._layout)
+        self._file = open(path, "xb")
+        self._file.write(header)
+        self._file.truncate(self._start + position)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor."""
+        entry = self._layout[name]
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype):
+            raise ValueError(
+                f"{self.path.name}: {name!r} was announced as {entry.dtype} {list(entry.shape)} and came as "
+                f"{tensor.dtype} {list(tensor.shape)}."
+            )
+        self.write_chunks(name, [tensor.detach().to("cpu").contiguous().reshape(-1)])
+
+    def write_chunks(self, name: str, chunks: Iterable[torch.Tensor]) -> None:
+        """Write a tensor's elements, given as flat tensors one after another."""
+        entry = self._layout[name]
+        self._file.seek(self._start + entry.begin)
+        written = 0
+        for chunk in chunks:
+            written += self._file.write(chunk.view(torch.uint8).numpy().data)
+        if written != entry.end - entry.begin:
+            raise ValueError(
+                f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written."
+            )
+        self._missing.remove(name)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+        if self._missing:
+            raise ValueError(
+                f"{self.path.name}: {len(self._missing)} tensors were not written, e.g. {min(self._missing)!r}."
+            )
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._file.close()
+        if kind is None:
+            self.close()
+
+
+def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
+    """Write the index of a sharded checkpoint of `size` bytes.
+
+    The sizes that the source's `metadata` tells are brought up to date, the rest of it is kept.
+    """
+    metadata = dict(metadata) | {"total_size": size}
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(entry.numel for entry in entries.values())
+    index = {"metadata": metadata, "weight_map": {name: entry.file for name, entry in sorted(entries.items())}}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _header_bytes(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, entry in layout.items():
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+    raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
