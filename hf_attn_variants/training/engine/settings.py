@@ -5,6 +5,7 @@ that it has, and a function takes the group that it reads. This file imports nei
 is printed from it.
 """
 
+import argparse
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -219,7 +220,7 @@ class OptimizationSettings(Settings):
         {},
         resume=ALWAYS,
         metavar="JSON",
-        parse=parse_json,
+        type=parse_json,
     )
     num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
     warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
@@ -246,7 +247,7 @@ class OptimizationSettings(Settings):
         "Whether that metric rises as the model gets better (default: unless its name is that of a loss or an error).",
         None,
         resume=WITH_BEST_WEIGHTS,
-        on_or_off=True,
+        action=argparse.BooleanOptionalAction,
     )
     early_stopping_patience: int | None = option(
         "Stop after N evaluations without a better dev metric; keeps the best weights.", None, range=AT_LEAST_1
@@ -302,7 +303,7 @@ class OutputSettings(Settings):
         range=ABOVE_0,
     )
     checkpointing_steps: int | str | None = option(
-        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", parse=_steps_or_epoch
+        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_steps_or_epoch
     )
     save_total_limit: int | None = option(
         "Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
