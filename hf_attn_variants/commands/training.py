@@ -52,7 +52,7 @@ def training_command(
         needs_checkpoint = not issubclass(settings, NewModelSettings)
         return settings(**vars(parse_with_checkpoint(make_parser(), argv, required=needs_checkpoint)))
 
-    def main(settings: TrainingSettings) -> dict[str, Any]:
+    def main(settings: Any) -> dict[str, Any]:
         """Train, score, save and, with `push_to_hub`, push; return and raise what the training does.
 
         The main process pushes at the very end, so that a push that fails loses nothing. The other processes do not
@@ -62,7 +62,8 @@ def training_command(
 
         module, name = trains.split(":")
         found: Any = getattr(importlib.import_module(f"..training.{module}", __package__), name)
-        train = (lambda: fine_tune(found, settings)) if inspect.isclass(found) else lambda: found(settings)
+        is_task = inspect.isclass(found)
+        train = (lambda: fine_tune(found, settings)) if is_task else lambda: found(settings)
         if not settings.push_to_hub:
             return train()
         from ..hub import trained

@@ -144,7 +144,10 @@ def test_examples_fit_80_columns(name, capsys, monkeypatch):
         (["convert", "bert", "--output_dir", "out", "--num_kv_heads", "4"], "; did you mean --num_key_value_heads?"),
         (["inspect", "t5", "--num-beams", "4"], "; did you mean --num_beams?"),
         (["convert", "bert", "--output_dir", "out", "--method", "men"], "; did you mean mean?"),
-        (["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--lr", "1"], "ambiguous option: --lr could match"),
+        (
+            ["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--lr", "1"],
+            "ambiguous option: --lr could match",
+        ),
         (["convert", "bert", "--output_dir", "out", "--heads", "4"], "unrecognized arguments: --heads 4"),
         (["convert", "bert"], "the following arguments are required: --output_dir"),
         (["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--max_seq_length", "9"], "mean --max_length?"),

@@ -173,9 +173,10 @@ def fields_by_group(settings: type[Settings]) -> Iterator[tuple[str, list[datacl
     A field belongs to the last class in the order of inheritance that declares it, which is the most general one.
     """
     fields = {each.name: each for each in dataclasses.fields(settings)}
-    owners = {name: each for each in settings.__mro__ for name in inspect.get_annotations(each)}
+    classes = [each for each in settings.__mro__ if issubclass(each, Settings)]
+    owners = {name: each for each in classes for name in inspect.get_annotations(each)}
     groups: dict[str, list[dataclasses.Field]] = {}
-    for each in settings.__mro__:
+    for each in classes:
         for name in inspect.get_annotations(each):
             if owners[name] is each and name in fields:
                 groups.setdefault(each.title, []).append(fields[name])

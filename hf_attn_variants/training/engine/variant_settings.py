@@ -12,13 +12,13 @@ __all__ = ["FROM_SCRATCH", "EncoderDecoderVariantSettings", "VariantSettings", "
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
 # The type of a setting for the kind of its field. A setting that is not given is None.
 TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
-Class = TypeVar("Class", bound=type[Settings])
+Class = TypeVar("Class", bound=Settings)
 
 
-def _with_fields(prefixes: tuple[str, ...]) -> Callable[[Class], Class]:
+def _with_fields(prefixes: tuple[str, ...]) -> Callable[[type[Class]], type[Class]]:
     """Give a settings class an option for each field of the table that has one of the prefixes."""
 
-    def add_fields(settings: Class) -> Class:
+    def add_fields(settings: type[Class]) -> type[Class]:
         found = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
         types = {prefix + row.name: TYPES.get(row.kind, row.kind | None) for prefix, row in found}
         settings.__annotations__ = {**settings.__annotations__, **types}
