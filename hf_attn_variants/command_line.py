@@ -36,7 +36,7 @@ class StoreOnce(argparse._StoreAction):
     """A flag with a value or several, which does not replace its first value silently, as argparse does.
 
     Two lists may have been meant to add up, so the second one is an error. The second single value counts, so that
-    flags at the end override those of a script, and a line says so.
+    flags at the end override those of a script; a note is printed.
     """
 
     def __call__(

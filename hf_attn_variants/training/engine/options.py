@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from ...table_files import parse_rows, repeated_name
 
@@ -92,10 +92,21 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def redefault(owner: "type[Settings]", name: str, default: Any = MISSING, **changed: Any) -> Any:
-    """Make a field like the one of this name in `owner`, with another default or other arguments of `option`."""
-    own = owner.__dataclass_fields__[name]
-    return field(default=own.default if default is MISSING else default, metadata={**own.metadata, **changed})
+class _Change(NamedTuple):
+    default: Any
+    owner: "type[Settings] | None"
+    metadata: dict[str, Any]
+
+
+def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
+    """Change a field of a settings class in a class that inherits from it.
+
+    Args:
+        default: the new default, if it is another one.
+        owner: a class to take the field from, if the settings class does not inherit it.
+        **changed: other arguments of `option`.
+    """
+    return _Change(default, owner, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +114,15 @@ class Settings:
     """The base class of all groups of settings."""
 
     title: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        for name, change in vars(cls).copy().items():
+            if isinstance(change, _Change):
+                bases: Any = [change.owner] if change.owner else cls.__mro__[1:]
+                owner = next(each for each in bases if name in inspect.get_annotations(each))
+                old = owner.__dataclass_fields__[name]
+                default = old.default if change.default is MISSING else change.default
+                setattr(cls, name, field(default=default, metadata={**old.metadata, **change.metadata}))
 
     def __post_init__(self) -> None:
         types = get_type_hints(type(self))
@@ -121,7 +141,7 @@ class Settings:
         """
 
     def values(self) -> dict[str, Any]:
-        """Return every setting by name."""
+        """Return a dictionary of all settings."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     def resume_values(self, with_best_weights: bool) -> dict[str, Any]:

@@ -141,9 +141,7 @@ class DataSettings(Settings):
 class RowSettings(DataSettings):
     """The same, where an example is a row of its own length, and not a block of a stream of text."""
 
-    max_length: int = redefault(
-        DataSettings, "max_length", help="Tokens per example, special tokens included; longer ones are cut."
-    )
+    max_length: int = redefault(help="Tokens per example, special tokens included; longer ones are cut.")
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
     group_by_length: bool = option(
         "Batches of examples of like length, in random order: less padding.", False, resume=ALWAYS
@@ -371,4 +369,4 @@ class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, Output
 class FineTuningSettings(TrainingSettings, RowSettings):
     """What every training on rows has."""
 
-    max_length: int = redefault(RowSettings, "max_length")  # a dataclass takes that of its first base otherwise
+    max_length: int = redefault()  # a dataclass takes that of its first base otherwise

@@ -45,7 +45,7 @@ def _flag(prefix: str, row: Field) -> Any:
 
 
 def given_variant(settings: Any) -> dict[str, Any]:
-    """Return the fields of the table that the settings give, by name."""
+    """Return the fields of the table that the settings give, as a dictionary."""
     values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -59,12 +59,9 @@ class MultipleChoiceSettings(TableSettings):
         resume=ALWAYS,
     )
     per_device_train_batch_size: int = redefault(
-        TableSettings,
-        "per_device_train_batch_size",
-        8,
-        help="Questions per device and forward pass, each with all its choices.",
+        8, help="Questions per device and forward pass, each with all its choices."
     )
-    per_device_eval_batch_size: int = redefault(TableSettings, "per_device_eval_batch_size", 16)
+    per_device_eval_batch_size: int = redefault(16)
 
     def check(self) -> None:
         super().check()
