@@ -8,7 +8,6 @@ from typing import Any
 from ..command_line import (
     HOSTS,
     CommandParser,
-    OnOrOff,
     add_checkpoint_argument,
     parse_with_checkpoint,
     program_name,
@@ -27,7 +26,6 @@ from ..conversion.calibration_settings import (
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
-from .hf_names import TRAINING_NAMES, check_names
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -90,7 +88,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         OSError: where the output folder cannot be made; before imports that take seconds.
     """
     parser = make_parser()
-    check_names(parser, argv, TRAINING_NAMES)
     args = parse_with_checkpoint(parser, argv)
     check_output_dir(args.output_dir)
     return args
@@ -240,7 +237,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     )
     group.add_argument(
         "--calibration_passages",
-        action=OnOrOff,
+        action=argparse.BooleanOptionalAction,
         help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, because "
         "the new heads fit long text only if they are fitted to some (default: yes, for single texts)",
     )

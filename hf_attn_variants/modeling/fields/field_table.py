@@ -12,7 +12,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
-__all__ = ["FIELDS", "OPTIONAL_FIELDS", "Field", "check_choices", "row_of", "variant_field"]
+__all__ = ["FIELDS", "OPTIONAL_FIELDS", "Field", "check_choice", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import checked_kv_heads, checked_rank
-from .field_table import FIELDS, row_of
+from .field_table import FIELDS, check_choice, row_of
 from .pattern_fields import checked_pattern_size
 from .talking_fields import checked_talking_value
 

@@ -32,12 +32,7 @@ from .field_checks import (
 )
 from .field_table import check_choice, variant_field
 from .foreign_classes import check_foreign_class, foreign_class
-from .given_fields import (
-    reading,
-    stored_values,
-    without_replaced,
-    wrong_name,
-)
+from .given_fields import stored_values, without_replaced, wrong_name
 from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
@@ -126,8 +121,12 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
         check_format(self.attn_variants_format)
-        with reading(self, model_type is not None, kwargs.keys()):
-            self._finish(**kwargs)
+        reasons = [reason for name in sorted(kwargs) if (reason := wrong_name(type(self), name))]
+        if reasons and model_type is None:
+            raise ValueError(reasons[0])
+        if reasons:
+            logger.warning_once(f"The stored configuration has names without an effect. {' '.join(reasons)}")
+        self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
         by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
