@@ -253,8 +253,8 @@ def test_additive_cross_attention_generates_through_its_cache(row, beams):
 def test_scores_by_place_are_checked_and_named():
     assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
     for fields, message in (
-        ({"cross_score_function": "dot"}, '`cross_score_function` must be None or "additive" or "none"; got'),
-        ({"score_function": "none"}, '`score_function` must be None or "additive"; got'),
+        ({"cross_score_function": "dot"}, "`cross_score_function` must be"),
+        ({"score_function": "none"}, "`score_function` must be"),
         (
             {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
             "`cross_score_function` and `cross_attention_kernel` cannot stand together",

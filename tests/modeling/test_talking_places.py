@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
 from hf_attn_variants.modeling.variant_names import SDPA
 from hf_attn_variants.reference.talking_heads import attention_core
 
@@ -283,69 +284,23 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
         ]
 
 
-@pytest.mark.parametrize(
-    ("row", "fields", "message"),
-    [
-        (T5, {"cross_talking_heads": "all"}, '`cross_talking_heads` must be "logits", "weights", "both" or'),
-        (T5, {"talking_heads": "none"}, '`talking_heads` must be None, "logits"'),
-        (
-            T5,
-            {"cross_talking_heads_init": "random"},
-            "`cross_talking_heads_init` is of talking heads: give `cross_tal",
-        ),
-        (T5, {"cross_num_softmax_heads": 8}, "`cross_num_softmax_heads` can differ from `num_attention_heads` only"),
-        (T5, {"encoder_talking_heads_dynamic": ["x2l"]}, "encoder_talking_heads=None does not have"),
-        (
-            T5,
-            {"talking_heads": "both", "cross_talking_heads": "logits", "cross_talking_heads_dynamic": ["m2w"]},
-            "`cross_talking_heads_dynamic` 'm2w' is added to the weights projection",
-        ),
-        (
-            T5,
-            {"cross_talking_heads": "both", "cross_num_value_heads": 6},
-            '`cross_talking_heads_init="identity"` needs',
-        ),
-        (
-            T5,
-            {"per_layer_values": {"talking_heads": ["both", None]}},
-            "`per_layer_values` has `talking_heads` of the decoder's layers.*give `encoder_talking_heads` as well",
-        ),
-        (
-            T5,
-            {
-                "talking_heads": "logits",
-                "talking_heads_init": "random",
-                "encoder_talking_heads": "none",
-                "per_layer_values": {"num_softmax_heads": [8, 12], "num_value_heads": [8, 12]},
-            },
-            "`num_softmax_heads` must be the same in all layers of a T5",
-        ),
-        (T5, {"per_layer_values": {"cross_talking_heads": ["both"]}}, "needs a list of 2 values"),
-        (T5, {"per_layer_values": {"cross_talking_heads": ["both", "all"]}}, "`cross_talking_heads` must be"),
-        (
-            T5,
-            {"cross_talking_heads": "both", "cross_attention_kernel": "elu"},
-            "`cross_attention_kernel` and `cross_talking_heads` cannot stand together",
-        ),
-        (
-            T5,
-            {
-                "encoder_talking_heads": "both",
-                "encoder_talking_heads_dynamic": ["x2l"],
-                "encoder_attention_pattern": "sliding_window",
-                "encoder_attention_window": 4,
-            },
-            "`encoder_attention_pattern` and `talking_heads_dynamic` cannot stand together",
-        ),
-        (BERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is of cross-attention, which this conf"),
-        (BERT, {"encoder_talking_heads": "both"}, "`encoder_talking_heads` is not a field of AttnVariantBertConfig"),
-        (ALBERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is not a field of AttnVariantAlbertConfig"),
-        (BART, {"talking_heads": "both"}, "needs as many heads in both stacks.*or `encoder_talking_heads`"),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_names_the_place(row, fields, message):
-    with pytest.raises(ValueError, match=message):
-        row.config(**fields)
+def test_a_place_uses_only_its_own_fields_if_one_of_them_is_given():
+    whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
+    config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
+    of_all = TalkingHeads("both", 8, 12, "random", ("x2l",))
+    assert [config.talking_heads_of(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
+        of_all,
+        of_all,
+        TalkingHeads("both", 12, 12),
+    ]
+    listed = T5.config(**whole, per_layer_values={"cross_talking_heads": ["weights", None]})
+    assert [listed.talking_heads_of("cross_", layer) for layer in (0, 1)] == [
+        TalkingHeads("weights", 12, 12),
+        TalkingHeads(None, 12, 12),
+    ]
+    assert T5.config(encoder_talking_heads="none", encoder_num_softmax_heads=8).talking_heads_of("encoder_", 0) == (
+        TalkingHeads(None, 12, 12)
+    )
 
 
 def test_other_things_stand_beside_heads_that_talk_elsewhere():
