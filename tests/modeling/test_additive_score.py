@@ -260,8 +260,8 @@ def test_scores_by_place_are_checked_and_named():
             "`cross_score_function` and `cross_attention_kernel` cannot stand together",
         ),
         (ADDITIVE | {"cross_attention_kernel": "elu"}, "`score_function` and `cross_attention_kernel` cannot stand"),
-        ({"cross_attention_pattern": "local_blocks"}, "Cross-attention reads the whole source: near and far are of"),
-        ({"cross_attention_window": 4}, "Cross-attention reads the whole source: near and far are of places in one"),
+        ({"cross_attention_pattern": "local_blocks"}, "`cross_attention_pattern`"),
+        ({"cross_attention_window": 4}, "`cross_attention_window`"),
     ):
         with pytest.raises(ValueError, match=message):
             T5.config(**fields)
