@@ -26,9 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
     "classify": ("hf_attn_variants.commands.classify", "fine-tune and evaluate a classifier on your own tables"),
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
-    "superglue": ("hf_attn_variants.commands.superglue", "fine-tune and evaluate on a SuperGLUE task"),
-    "average": ("hf_attn_variants.commands.average", "one table of runs on GLUE and SuperGLUE, over seeds"),
-    "multiple-choice": ("hf_attn_variants.commands.multiple_choice", "fine-tune on questions with choices"),
+    "average": ("hf_attn_variants.commands.average", "one table of runs on GLUE, over seeds"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
     "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate an encoder-decoder on pairs of texts"),
     "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
@@ -36,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
     "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
-    "refresh": ("hf_attn_variants.commands.refresh", "today's code into a repository of an older version"),
+    "refresh": ("hf_attn_variants.commands.refresh", "save a repository with the current code"),
 }
 
 # What the extra `train` installs, as it is imported and as it is called, and the commands that work without it.

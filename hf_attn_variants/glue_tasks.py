@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, field
 
-from .superglue_tasks import SUPERGLUE_TASKS
-
 __all__ = ["TASKS", "GlueTask", "format_prediction", "get_task", "parse_label"]
 
 
@@ -178,8 +176,6 @@ def get_task(name: str) -> GlueTask:
     if task is None or not task.eval_splits:
         trained = ", ".join(name for name, task in TASKS.items() if task.eval_splits)
         hint = "; ax is predicted after training on mnli" if task is not None else ""
-        if name.lower() in SUPERGLUE_TASKS:
-            hint = f"; {name.lower()} is a task of SuperGLUE: `attn-variants superglue` trains on it, a T5 in words"
         raise ValueError(f"unknown --task_name {name!r}: choose one of {trained}{hint}")
     return task
 

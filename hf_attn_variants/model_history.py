@@ -58,7 +58,7 @@ TRAINING_FIELDS: dict[str, Any] = {
     "train_samples": int,
     "epoch": NUMBER,
     "train_runtime": NUMBER,
-    "benchmark": str,
+    "dataset": {"dataset_type": str, "dataset_name": str, "dataset_config": str},
     "task_name": str,
     "problem_type": str,
     "labels": [str],

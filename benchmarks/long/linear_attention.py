@@ -38,7 +38,7 @@ from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kerne
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
-from hf_attn_variants.reference_linear import favor_features
+from hf_attn_variants.reference.linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
 # What a part is called in the report, where that is not its own name.

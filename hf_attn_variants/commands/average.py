@@ -19,14 +19,12 @@ sets); a model's average is the mean over the tasks. Scores are shown from 0 to 
 of several, their standard deviation. Runs belong to one model if they began with the same --model_name_or_path. Two
 runs of one model on one task must have the same settings, except the seed."""
 
-TITLES = {"glue": "GLUE", "superglue": "SuperGLUE"}
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = CommandParser(
         prog="attn-variants average",
-        description="Make one table of runs on GLUE and SuperGLUE: each task over seeds, and the benchmark's average.",
+        description="Make one table of runs on GLUE: each task over seeds, and the average of the tasks.",
         epilog=EXAMPLE,
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output folders of runs")
@@ -35,32 +33,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Print a table of each benchmark and return the scores, as --output_file has them.
+    """Print a table and return the scores, as --output_file has them.
 
     Raises:
         ValueError, OSError: if results cannot be read, there is no run, or two of one task, model and seed.
     """
     from ..files import atomic_write
-    from ..inspection.benchmark_scores import BENCHMARKS, model_scores, read_runs
+    from ..inspection.benchmark_scores import METRICS, model_scores, read_runs
     from ..inspection.tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)
-    found = {name: model_scores(runs, name) for name in BENCHMARKS}
-    results: dict[str, Any] = {name: [model.to_dict() for model in models] for name, models in found.items() if models}
-    results["left_out"] = left_out
+    models = model_scores(runs)
+    results = {"glue": [model.to_dict() for model in models], "left_out": left_out}
     if args.output_file is not None:
         atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    for name, models in found.items():
-        if not models:
-            continue
-        tasks = [task for task in BENCHMARKS[name] if any(task in model.tasks for model in models)]
-        rows = [
-            [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(BENCHMARKS[name]))]
-            for model in models
-        ]
-        print_table(f"{TITLES[name]}, dev sets", ["model", *tasks, "average"], rows)
-        print()
-    if any(model.missing for models in found.values() for model in models):
+    tasks = [task for task in METRICS if any(task in model.tasks for model in models)]
+    rows = [
+        [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(METRICS))]
+        for model in models
+    ]
+    print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)
+    print()
+    if any(model.missing for model in models):
         print_text("(k of n): only k of the n tasks have runs. Compare such an average with one of the same tasks.")
     for folder, reason in left_out.items():
         print_text(f"left out: {folder}: {reason}")

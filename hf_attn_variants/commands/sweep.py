@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..command_line import CommandParser
-from .hf_names import HF_NAMES
 
 __all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "TRAININGS", "main", "parse_args"]
 
@@ -18,13 +17,11 @@ __all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "TRAININGS", "main", "parse
 TRAININGS = {
     "classify": "classify",
     "glue": "glue",
-    "multiple-choice": "multiple_choice",
     "ner": "ner",
     "pretrain": "pretrain",
     "pretrain-t5": "pretrain_t5",
     "seq2seq": "seq2seq",
     "squad": "squad",
-    "superglue": "superglue",
     "uptrain": "uptrain",
 }
 # Flags that a sweep gives each command itself.
@@ -154,7 +151,7 @@ def _flags(command: str) -> Any:
 
     module = importlib.import_module(f".{TRAININGS.get(command, command)}", __package__)
     own = OWN_OF_TRAININGS if command in TRAININGS else OWN
-    return CommandFlags(command, module.make_parser(), module.parse_args, own, HF_NAMES)
+    return CommandFlags(command, module.make_parser(), module.parse_args, own)
 
 
 def _check_models(file: str, runs: Sequence[Any], download: bool) -> None:

@@ -21,7 +21,6 @@ from ..inspection.talking_places import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
-from ..superglue_tasks import SUPERGLUE_DATASET
 from .card_escapes import plain
 from .card_steps import (
     Step,
@@ -298,7 +297,7 @@ def _datasets(steps: Sequence[Step]) -> list[str] | None:
     for step in steps:
         if step["kind"] == "training":
             named = data_name(step, ())
-            benchmark = named is not None and named["dataset_type"] in ("nyu-mll/glue", SUPERGLUE_DATASET)
+            benchmark = named is not None and ("dataset" in step or named["dataset_type"] == "nyu-mll/glue")
             name = named["dataset_type"] if named and benchmark else step["arguments"].get("dataset_name")
             if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
                 found.append(name)

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..conversion.quality import Quality
 from ..glue_tasks import TASKS, GlueTask
-from ..superglue_tasks import SUPERGLUE, SUPERGLUE_DATASET, SUPERGLUE_TASKS
 from .card_escapes import code, plain
 
 __all__ = [
@@ -90,9 +89,8 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
         file_arguments: the arguments that name the split's files.
     """
     arguments, task = training["arguments"], _task_name(training)
-    if training.get("benchmark") == SUPERGLUE and task in SUPERGLUE_TASKS:
-        name = f"SuperGLUE {SUPERGLUE_TASKS[task].folder}"
-        return {"dataset_type": SUPERGLUE_DATASET, "dataset_name": name, "dataset_config": task}
+    if "dataset" in training:
+        return training["dataset"]
     if task in TASKS:
         return {"dataset_type": "nyu-mll/glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     given = [arguments.get(name) for name in file_arguments]
@@ -296,7 +294,7 @@ def _source_name(step: Step, index: int, base_model: str | None) -> str:
 
 
 def _glue_task(training: Step) -> str | None:
-    return None if training.get("benchmark") == SUPERGLUE else _task_name(training)
+    return None if "dataset" in training else _task_name(training)
 
 
 def _task_name(training: Step) -> str | None:

@@ -20,9 +20,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from ..conversion.checkpoint.folder_checks import check_files, check_whole_model, why_not_read
-from ..conversion.checkpoint.reading import open_checkpoint
-from ..conversion.checkpoint.source import read_config
+from ..conversion.checkpoint.source import check_files, check_whole_model, read_config, why_not_read
+from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
     CARD_NAME,

@@ -1,4 +1,4 @@
-"""What runs on GLUE and SuperGLUE come to: the scores of tasks over seeds, and the benchmark's average."""
+"""Average the runs on GLUE: the scores of the tasks over seeds, and their mean."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,11 @@ from typing import Any
 from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
 from ..model_history import read_json
-from ..superglue_tasks import SUPERGLUE, SUPERGLUE_TASKS
 
-__all__ = ["BENCHMARKS", "ModelScores", "Run", "Spread", "model_scores", "read_runs"]
+__all__ = ["METRICS", "ModelScores", "Run", "Spread", "model_scores", "read_runs"]
 
-GLUE = "glue"
-# The tasks of each benchmark, and the metrics whose mean is a task's score.
-BENCHMARKS: dict[str, dict[str, tuple[str, ...]]] = {
-    GLUE: {name: task.metrics for name, task in TASKS.items() if task.eval_splits},
-    SUPERGLUE: {name: task.metrics for name, task in SUPERGLUE_TASKS.items()},
-}
+# The tasks, and the metrics whose mean is the score of a task.
+METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
 # Arguments that two seeds of one model may differ in: they change neither the training nor the scores of the dev set.
 FREE_ARGUMENTS = frozenset(
     "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
@@ -34,7 +29,7 @@ class Run:
 
     Attributes:
         folder: its.
-        benchmark, task: what it was scored on.
+        task: what it was scored on.
         model: which it began with.
         seed: its.
         score: on the dev set, from 0 to 1.
@@ -44,7 +39,6 @@ class Run:
     """
 
     folder: Path
-    benchmark: str
     task: str
     model: str
     seed: int
@@ -72,17 +66,16 @@ class Spread:
 
 @dataclass
 class ModelScores:
-    """A model's scores on a benchmark.
+    """A model's scores on GLUE.
 
     Attributes:
-        tasks: the tasks that were run, by name, in the benchmark's order.
+        tasks: the tasks that were run, by name, in GLUE's order.
         missing: the others.
         average: the mean of the means of `tasks`. Its deviation is over the seeds that every task was run with, which
             are its `seeds`.
         by_seed: the score of each run, by task and seed.
     """
 
-    benchmark: str
     model: str
     tasks: dict[str, Spread]
     missing: list[str]
@@ -111,11 +104,11 @@ class ModelScores:
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
-    """Read the results of runs of `glue`, `superglue`, or `seq2seq` on a task of GLUE.
+    """Read the results of runs of `glue`, or of `seq2seq` on a task of GLUE.
 
     Returns:
-        The runs, and by folder why others are none: there are no results in them, of no task of these benchmarks, or
-        of a part of its dev set.
+        The runs, and by folder why others are none: there are no results in them, of no task of GLUE, or of a part of
+        its dev set.
 
     Raises:
         OSError, ValueError: if a folder is not there, results cannot be read, there is no run, two are of one task,
@@ -134,14 +127,14 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
             left_out[str(folder)] = found
     if not runs:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in [*left_out.items()][:3])
-        raise ValueError(f"no folder has the results of a GLUE or SuperGLUE task ({reasons or 'none is named'})")
-    seen: dict[tuple[str, str, str, int], Path] = {}
+        raise ValueError(f"no folder has the results of a GLUE task ({reasons or 'none is named'})")
+    seen: dict[tuple[str, str, int], Path] = {}
     for run in runs:
-        key = run.benchmark, run.task, run.model, run.seed
+        key = run.task, run.model, run.seed
         if key in seen:
             raise ValueError(
-                f"{seen[key]} and {run.folder} are both of {run.benchmark} {run.task}, the model {run.model} and seed "
-                f"{run.seed}: give one of them"
+                f"{seen[key]} and {run.folder} are both of {run.task}, the model {run.model} and seed {run.seed}: "
+                "give one of them"
             )
         seen[key] = run.folder
     _check_alike(runs)
@@ -151,22 +144,22 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]
 
 def _check_alike(runs: Sequence[Run]) -> None:
     """Check that the scores of a task are all of as many rows, and of the same metrics."""
-    firsts: dict[tuple[str, str], Run] = {}
+    firsts: dict[str, Run] = {}
     for run in runs:
-        first = firsts.setdefault((run.benchmark, run.task), run)
+        first = firsts.setdefault(run.task, run)
         for what, one, other in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
             if one != other:
                 raise ValueError(
-                    f"{first.folder} and {run.folder} are both of {run.benchmark} {run.task}, and their {what} differ "
+                    f"{first.folder} and {run.folder} are both of {run.task}, and their {what} differ "
                     f"({_shown(one)} and {_shown(other)}): evaluate both on one dev set, or give one of them"
                 )
 
 
 def _check_settings(runs: Sequence[Run]) -> None:
     """Check that runs of one model on one task, which count as its seeds, were trained with the same settings."""
-    firsts: dict[tuple[str, str, str], Run] = {}
+    firsts: dict[tuple[str, str], Run] = {}
     for run in runs:
-        first = firsts.setdefault((run.benchmark, run.task, run.model), run)
+        first = firsts.setdefault((run.task, run.model), run)
         for name in sorted(first.settings.keys() & run.settings.keys()):
             one, other = first.settings[name], run.settings[name]
             if one != other:
@@ -185,14 +178,14 @@ def _run(folder: Path) -> Run | str:
     results = read_json(folder / RESULTS_NAME)
     if results is None:
         return f"it has no {RESULTS_NAME}"
-    benchmark, task = results.get("benchmark", GLUE), results.get("task_name")
-    if task not in BENCHMARKS.get(benchmark, {}):
-        return "its run is of no task of GLUE or SuperGLUE"
+    task = results.get("task_name")
+    if task not in METRICS or "dataset" in results:  # RTE is also a task of SuperGLUE, whose runs name their data
+        return "its run is of no task of GLUE"
     arguments = results.get("arguments")
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"its scores are of the first {arguments['max_eval_samples']} rows of the dev set alone"
-    undefined = [name for name in _metrics(results, BENCHMARKS[benchmark][task]) if results.get(name, 0) is None]
+    undefined = [name for name in _metrics(results, METRICS[task]) if results.get(name, 0) is None]
     if undefined:
         return f"{undefined[0]} is not defined on its dev set, as of predictions that are all the same"
     if results.get("eval_loss", 0) is None:
@@ -200,12 +193,12 @@ def _run(folder: Path) -> Run | str:
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
-    metrics = BENCHMARKS[benchmark][task]
+    metrics = METRICS[task]
     score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
-    return Run(folder, benchmark, task, model, seed, score, results.get("eval_samples"), names, settings)
+    return Run(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
 
 
 def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
@@ -225,16 +218,15 @@ def _metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
     return [*(f"eval_{name}" for name in metrics), *second]
 
 
-def model_scores(runs: Sequence[Run], benchmark: str) -> list[ModelScores]:
-    """Return each model's scores on a benchmark, the best average first."""
+def model_scores(runs: Sequence[Run]) -> list[ModelScores]:
+    """Return each model's scores, the best average first."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
-        if run.benchmark == benchmark:
-            found.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
+        found.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
     scores = []
     for model, tasks in found.items():
-        names = [name for name in BENCHMARKS[benchmark] if name in tasks]
+        names = [name for name in METRICS if name in tasks]
         spreads = {name: Spread.of(tasks[name]) for name in names}
-        missing = [name for name in BENCHMARKS[benchmark] if name not in tasks]
-        scores.append(ModelScores(benchmark, model, spreads, missing, by_seed={name: tasks[name] for name in names}))
+        missing = [name for name in METRICS if name not in tasks]
+        scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda each: (len(each.missing), -each.average.mean))

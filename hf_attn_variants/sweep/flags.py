@@ -27,7 +27,6 @@ class CommandFlags:
         parser: of its command line.
         parse_args: what reads its command line and checks the values.
         own: flags that a sweep gives itself.
-        advice: what to say of flags that go by another name here.
     """
 
     def __init__(
@@ -36,9 +35,8 @@ class CommandFlags:
         parser: argparse.ArgumentParser,
         parse_args: Callable[[list[str]], Any],
         own: Collection[str],
-        advice: Mapping[str, str],
     ):
-        self.command, self.own, self.advice, self._parse_args = command, own, advice, parse_args
+        self.command, self.own, self._parse_args = command, own, parse_args
         long = {name.removeprefix("--"): action for name, action in parser._option_string_actions.items()}
         self._actions = {name: action for name, action in long.items() if not name.startswith(("-", "no-", "help"))}
 
@@ -55,8 +53,8 @@ class CommandFlags:
                 raise ValueError(f"`{name}` of `attn-variants {self.command}` is given by the sweep: leave it out")
             if name not in self._actions:
                 known = [each for each in self._actions if each not in self.own]
-                there = self.advice.get(name) or did_you_mean(name, known)
-                raise ValueError(f"`attn-variants {self.command}` has no flag `{name}`: {there}")
+                hint = did_you_mean(name, known)
+                raise ValueError(f"`attn-variants {self.command}` has no flag `{name}`: {hint}")
             if value is not None:
                 words += self._flag(name, value)
         return words

@@ -24,13 +24,11 @@ PARAMETERS, TRAINING_SECONDS = "num_parameters", "train_runtime"
 DEFAULT_METRICS = {
     "classify": ("eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"),
     "glue": ("eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"),
-    "multiple-choice": ("eval_accuracy",),
     "ner": ("eval_f1",),
     "pretrain": ("eval_loss",),
     "pretrain-t5": ("eval_loss",),
     "seq2seq": ("eval_loss", "eval_bleu"),
     "squad": ("eval_f1", "eval_exact_match"),
-    "superglue": ("eval_accuracy", "eval_f1_macro", "eval_f1a", "eval_f1", "eval_exact_match"),
     "uptrain": ("eval_loss",),
 }
 

@@ -14,8 +14,6 @@ _HOMES = {
     "GlueFineTuning": "glue.task",
     "GlueSettings": "glue.settings",
     "MaskedLMSettings": "pretraining.settings",
-    "MultipleChoiceFineTuning": "multiple_choice.task",
-    "MultipleChoiceSettings": "multiple_choice.settings",
     "NerFineTuning": "ner.task",
     "NerSettings": "ner.settings",
     "Seq2SeqFineTuning": "seq2seq.task",
@@ -23,10 +21,8 @@ _HOMES = {
     "SpanCorruptionSettings": "pretraining.settings",
     "SquadFineTuning": "squad.task",
     "SquadSettings": "squad.settings",
-    "SuperGlueSettings": "superglue.settings",
     "Uptraining": "uptraining.task",
     "UptrainingSettings": "uptraining.settings",
-    "fine_tune_superglue": "superglue.task",
     "pretrain_masked_lm": "pretraining.run_mlm",
     "pretrain_span_corruption": "pretraining.run_span_corruption",
 }
@@ -37,8 +33,6 @@ __all__ = [
     "GlueFineTuning",
     "GlueSettings",
     "MaskedLMSettings",
-    "MultipleChoiceFineTuning",
-    "MultipleChoiceSettings",
     "NerFineTuning",
     "NerSettings",
     "Seq2SeqFineTuning",
@@ -46,11 +40,9 @@ __all__ = [
     "SpanCorruptionSettings",
     "SquadFineTuning",
     "SquadSettings",
-    "SuperGlueSettings",
     "Uptraining",
     "UptrainingSettings",
     "fine_tune",
-    "fine_tune_superglue",
     "pretrain_masked_lm",
     "pretrain_span_corruption",
 ]
@@ -69,8 +61,6 @@ if TYPE_CHECKING:
     from .engine.finetune import FineTuningTask, fine_tune
     from .glue.settings import GlueSettings
     from .glue.task import GlueFineTuning
-    from .multiple_choice.settings import MultipleChoiceSettings
-    from .multiple_choice.task import MultipleChoiceFineTuning
     from .ner.settings import NerSettings
     from .ner.task import NerFineTuning
     from .pretraining.run_mlm import pretrain_masked_lm
@@ -80,8 +70,6 @@ if TYPE_CHECKING:
     from .seq2seq.task import Seq2SeqFineTuning
     from .squad.settings import SquadSettings
     from .squad.task import SquadFineTuning
-    from .superglue.settings import SuperGlueSettings
-    from .superglue.task import fine_tune_superglue
     from .uptraining.settings import UptrainingSettings
     from .uptraining.task import Uptraining
 else:

@@ -12,7 +12,7 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.calibration.plan_checks import why_not_calibrated
+from hf_attn_variants.conversion.plan import why_not_calibrated
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.hub.heads_diagram import heads_diagram

@@ -8,7 +8,6 @@ not run in `NOT_RUN`, with the reason.
 import argparse
 import ast
 import importlib.util
-import json
 import re
 import shutil
 import sys
@@ -29,14 +28,12 @@ from fixtures.named_checkpoints import (
 )
 from fixtures.speech import recordings
 from fixtures.squad import write_questions
-from fixtures.superglue import write_superglue
 from hub.local_hub import TOKEN, LocalHub
 
 from hf_attn_variants import cli
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.quantization import kept_maps
-from hf_attn_variants.superglue_tasks import SUPERGLUE_TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
@@ -236,10 +233,7 @@ class Reader:
             elif name == "calibration_audio_dir" and value and not Path(value).exists():
                 recordings(Path(value), 60, seconds=0.1)
             elif name == "data_dir" and value and not Path(value).exists():
-                if args.task_name in SUPERGLUE_TASKS and "superglue" in value:
-                    write_superglue(Path(value), args.task_name)
-                else:
-                    write_glue_folder(Path(value), get_task(args.task_name).folder)
+                write_glue_folder(Path(value), get_task(args.task_name).folder)
 
     def provide_checkpoint(self, name: str, document: str) -> None:
         if Path(name).exists() or architecture_of(name) is None:
@@ -257,9 +251,6 @@ def provide_file(path: Path) -> None:
         write_questions(path, version_2="v2" in path.name)
     elif path.parent.name == "reviews":
         path.write_text("text,label\nthe old house,good\na cat,bad\n" * 8)
-    elif path.parent.name == "race":
-        row = {"article": "the old house", "question": "what is _ ?", "options": ["old", "a cat"], "answer": "A"}
-        path.write_text(f"{json.dumps(row)}\n" * 8)
     elif path.parent.name == "conll":
         path.write_text("Ann B-PER\nvisits O\nRome B-LOC\n\n" * 8)
     else:

@@ -23,7 +23,6 @@ from fixtures.kills import CHANGES, draw_points, run_killed, run_watched
 from fixtures.processes import run_processes
 from fixtures.span_corruption import make_sentinel_tokenizer
 from fixtures.squad import make_reader, write_questions
-from fixtures.superglue import write_superglue
 from fixtures.uptraining import make_bert, make_t5, make_text
 
 from hf_attn_variants import cli
@@ -39,10 +38,6 @@ TRAININGS = {
     "uptrain": ["--model_name_or_path", "SENTENCES", "--objective", "mlm", "--train_file", "LINES"],
     "classify": ["--model_name_or_path", "BERT", "--train_file", "TABLE.CSV", "--validation_file", "TABLE.CSV",
                  "--max_length", 16],
-    "multiple-choice": ["--model_name_or_path", "BERT", "--train_file", "QUIZ.CSV", "--validation_file", "QUIZ.CSV",
-                        "--max_length", 16],
-    "superglue": ["--model_name_or_path", "BERT", "--task_name", "wic", "--train_file", "WIC.JSONL",
-                  "--validation_file", "WIC.JSONL", "--max_length", 16],
     "ner": ["--model_name_or_path", "BERT", "--train_file", "CONLL", "--validation_file", "CONLL",
             "--max_length", 16],
     "squad": ["--model_name_or_path", "READER", "--train_file", "QUESTIONS", "--validation_file", "QUESTIONS",
@@ -79,8 +74,6 @@ def sources(tmp_path_factory):
     source.rename(folder / "LINES")
     target.rename(folder / "TARGETS")
     (folder / "TABLE.CSV").write_text("text,label\na man,x\na dog,y\n" * 4)
-    (folder / "QUIZ.CSV").write_text("question,choice1,choice2,answer\nwho,a man,a dog,A\nwhat,a cat,a house,B\n" * 4)
-    (write_superglue(folder / "WIC", "wic") / "train.jsonl").rename(folder / "WIC.JSONL")
     (folder / "CONLL").write_text("Ann B-PER\nsees O\nRome B-LOC\n\n" * 8)
     (folder / "QUESTIONS").write_bytes(Path(write_questions(folder / "v1.json", False)).read_bytes())
     return folder

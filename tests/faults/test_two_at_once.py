@@ -91,13 +91,11 @@ def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
 TRAININGS = {
     "classify": ("--train_file", "t.csv"),
     "glue": ("--task_name", "stsb", "--data_dir", "."),
-    "multiple-choice": ("--train_file", "t.csv"),
     "ner": ("--train_file", "t.conll", "--validation_file", "t.conll"),
     "pretrain": ("--train_file", "t.txt", "--max_train_steps", "1"),
     "pretrain-t5": ("--train_file", "t.txt", "--max_train_steps", "1"),
     "seq2seq": ("--train_file", "t.csv"),
     "squad": ("--train_file", "t.json", "--validation_file", "t.json"),
-    "superglue": ("--task_name", "boolq", "--data_dir", "."),
     "uptrain": ("--train_file", "t.txt", "--objective", "mlm"),
 }
 

@@ -1,4 +1,4 @@
-"""`attn-variants average`: scores of runs by the benchmarks' own rules, over seeds, and what is no such run."""
+"""`attn-variants average`: scores of runs by GLUE's own rules, over seeds, and what is no such run."""
 
 import json
 import statistics
@@ -13,11 +13,11 @@ GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()
 
 @pytest.fixture
 def write(tmp_path):
-    def call(name, task, seed=1, model="./bert", benchmark=None, arguments=None, **scores):
+    def call(name, task, seed=1, model="./bert", dataset=None, arguments=None, **scores):
         folder = tmp_path / name
         folder.mkdir()
         results = {f"eval_{key}": value for key, value in scores.items()} | {"task_name": task, "seed": seed}
-        results |= {"benchmark": benchmark} if benchmark else {}
+        results |= {"dataset": dataset} if dataset else {}
         results["arguments"] = {"model_name_or_path": model, "max_eval_samples": None, **(arguments or {})}
         (folder / "all_results.json").write_text(json.dumps(results))
         return folder
@@ -48,26 +48,26 @@ def test_glues_average_is_the_mean_of_tasks_whose_two_metrics_are_averaged_first
 
 
 def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, capsys):
-    names = {"cb": ("accuracy", "f1_macro"), "record": ("f1", "exact_match")}
+    names = {"mrpc": ("accuracy", "f1"), "stsb": ("pearson", "spearmanr")}
     values = {(task, seed): (seed / 10, seed / 20) for task in names for seed in (1, 2, 3)}
     folders = [
-        write(f"{task}{seed}", task, seed, "./bert", "superglue", **dict(zip(names[task], pair, strict=True)))
+        write(f"{task}{seed}", task, seed, "./bert", **dict(zip(names[task], pair, strict=True)))
         for (task, seed), pair in values.items()
     ]
-    folders.append(write("other", "cb", 1, "a/b", "superglue", accuracy=0.9, f1_macro=0.9))
+    folders.append(write("other", "mrpc", 1, "a/b", accuracy=0.9, f1=0.9))
     found = average(*folders, output_file=tmp_path / "scores.json")
-    first, second = found["superglue"]
-    by_seed = [statistics.fmean(values["cb", seed]) for seed in (1, 2, 3)]
-    assert first["tasks"]["cb"]["mean"] == pytest.approx(statistics.fmean(by_seed))
-    assert first["tasks"]["cb"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
-    assert first["tasks"]["cb"]["seeds"] == {
+    first, second = found["glue"]
+    by_seed = [statistics.fmean(values["mrpc", seed]) for seed in (1, 2, 3)]
+    assert first["tasks"]["mrpc"]["mean"] == pytest.approx(statistics.fmean(by_seed))
+    assert first["tasks"]["mrpc"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
+    assert first["tasks"]["mrpc"]["seeds"] == {
         seed: pytest.approx(each) for seed, each in zip((1, 2, 3), by_seed, strict=True)
     }
     assert first["average"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
-    assert (first["model"], second["model"]) == ("./bert", "a/b") and "boolq" in first["missing"]
-    assert json.loads((tmp_path / "scores.json").read_text())["superglue"][1]["average"]["mean"] == pytest.approx(0.9)
+    assert (first["model"], second["model"]) == ("./bert", "a/b") and "cola" in first["missing"]
+    assert json.loads((tmp_path / "scores.json").read_text())["glue"][1]["average"]["mean"] == pytest.approx(0.9)
     printed = capsys.readouterr().out
-    assert "15.0 ± 7.5" in printed and "(2 of 8)" in printed and "90.0 (1 of 8)" in printed
+    assert "15.0 ± 7.5" in printed and "(2 of 9)" in printed and "90.0 (1 of 9)" in printed
     assert "Compare such an average with one of the same tasks." in " ".join(printed.split())
 
 
@@ -80,8 +80,10 @@ def test_the_averages_spread_is_over_the_seeds_that_all_tasks_share(write):
 
 
 def test_rte_of_superglue_is_not_that_of_glue(write):
-    found = average(write("a", "rte", accuracy=0.5), write("b", "rte", benchmark="superglue", accuracy=0.7))
-    assert found["glue"][0]["average"]["mean"] == 0.5 and found["superglue"][0]["average"]["mean"] == 0.7
+    other = write("b", "rte", dataset={"dataset_name": "SuperGLUE RTE"}, accuracy=0.7)
+    found = average(write("a", "rte", accuracy=0.5), other)
+    assert found["glue"][0]["average"]["mean"] == 0.5
+    assert found["left_out"] == {str(other): "its run is of no task of GLUE"}
 
 
 def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
@@ -92,7 +94,7 @@ def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
     assert found["glue"][0]["average"]["mean"] == 0.5
     assert found["left_out"] == {
         str(part): "its scores are of the first 5 rows of the dev set alone",
-        str(other): "its run is of no task of GLUE or SuperGLUE",
+        str(other): "its run is of no task of GLUE",
         str(tmp_path / "empty"): "it has no all_results.json",
     }
     assert f"left out: {part}: its scores are of the first 5 rows" in " ".join(capsys.readouterr().out.split())
@@ -100,13 +102,11 @@ def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
 
 def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
     first = write("first", "cola", matthews_correlation=0.5)
-    with pytest.raises(
-        ValueError, match=r"first and .*second are both of glue cola, the model ./bert and seed 1: give"
-    ):
+    with pytest.raises(ValueError, match=r"first and .*second are both of cola, the model ./bert and seed 1: give"):
         average(first, write("second", "cola", matthews_correlation=0.6))
     with pytest.raises(ValueError, match=r"eval_matthews_correlation must be a number, got .high."):
         average(write("nothing", "cola", matthews_correlation="high"))
-    with pytest.raises(ValueError, match=r"no folder has the results of a GLUE or SuperGLUE task \(.*squad: its run"):
+    with pytest.raises(ValueError, match=r"no folder has the results of a GLUE task \(.*squad: its run"):
         average(write("squad", "squad", f1=1.0))
     with pytest.raises(OSError, match="nowhere: no such folder"):
         average(tmp_path / "nowhere")
@@ -130,7 +130,7 @@ def test_a_run_whose_loss_is_no_number_is_left_out(write, capsys):
 
 def test_runs_of_other_rows_or_metrics_are_not_averaged(write):
     rows = [write(f"sst{n}", "sst2", n, accuracy=0.9, samples=samples) for n, samples in ((1, 872), (2, 100))]
-    with pytest.raises(ValueError, match=r"sst1 and .*sst2 are both of glue .*their rows differ \(872 and 100\)"):
+    with pytest.raises(ValueError, match=r"sst1 and .*sst2 are both of sst2, and their rows differ \(872 and 100\)"):
         average(*rows)
     second = {"accuracy_mm": 0.7}
     sets = [write(f"mnli{n}", "mnli", n, accuracy=0.8, samples=9, **(second if n == 1 else {})) for n in (1, 2)]

@@ -9,7 +9,7 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
-from hf_attn_variants import convert, reference, reference_scores
+from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card_text import summary
 from hf_attn_variants.inspection.costs import score_parts
@@ -17,6 +17,8 @@ from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
+from hf_attn_variants.reference import scores as reference_scores
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -207,7 +209,7 @@ def by_the_formula_of_each(module, query, key, value, attention_mask, **options)
         allowed = allowed.tril()
     added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
     bias, scale = options.get("position_bias"), options.get("scaling") or query.shape[-1] ** -0.5
-    output, _ = reference.attention_core(query, key, value, scale=scale, bias=bias, mask=added)
+    output, _ = attention_core(query, key, value, scale=scale, bias=bias, mask=added)
     return output.transpose(1, 2), None
 
 
@@ -225,7 +227,7 @@ def test_scores_of_one_place(row, place, monkeypatch, tmp_path):
     with torch.no_grad():
         assert again(**batch)[0].equal(found)
     stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["attn_variants_format"] == 4 and again.config.per_layer_values is None
+    assert stored["per_layer_values"] is None and again.config.per_layer_values is None
     assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
     monkeypatch.setattr(
         hf_attn_variants.modeling.hosts.t5_family, "attention_function", lambda name: by_the_formula_of_each
@@ -250,9 +252,19 @@ def test_additive_cross_attention_generates_through_its_cache(row, beams):
 
 def test_scores_by_place_are_checked_and_named():
     assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
-    assert T5.config(**ADDITIVE).to_dict()["attn_variants_format"] == 2
-    with pytest.raises(ValueError, match="`attn_variants_format`"):
-        T5.config(cross_score_function="additive", attn_variants_format=1)
+    for fields, message in (
+        ({"cross_score_function": "dot"}, '`cross_score_function` must be None or "additive" or "none"; got'),
+        ({"score_function": "none"}, '`score_function` must be None or "additive"; got'),
+        (
+            {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
+            "`cross_score_function` and `cross_attention_kernel` cannot stand together",
+        ),
+        (ADDITIVE | {"cross_attention_kernel": "elu"}, "`score_function` and `cross_attention_kernel` cannot stand"),
+        ({"cross_attention_pattern": "local_blocks"}, "Cross-attention reads the whole source: near and far are of"),
+        ({"cross_attention_window": 4}, "Cross-attention reads the whole source: near and far are of places in one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            T5.config(**fields)
     assert T5.config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
     crossing = BERT.config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
     model = hf_attn_variants.AttnVariantBertLMHeadModel(crossing)

@@ -13,7 +13,7 @@ from transformers import StaticCache
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import attention_interface
 from hf_attn_variants.modeling.ops import window_blocks
-from hf_attn_variants.reference_patterns import sliding_window_mask
+from hf_attn_variants.reference.patterns import sliding_window_mask
 
 pytestmark = pytest.mark.cross_product
 

@@ -9,7 +9,7 @@ from fixtures.caches import cache_of, with_cache
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
-from hf_attn_variants import convert, reference, reference_patterns
+from hf_attn_variants import convert
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern
 from hf_attn_variants.modeling.mechanisms.patterns.local_blocks_pattern import LocalBlocks
@@ -17,6 +17,8 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import pattern_
 from hf_attn_variants.modeling.mechanisms.patterns.scattered_attention import attend_in_blocks
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from hf_attn_variants.modeling.ops.window_blocks import as_full_attention
+from hf_attn_variants.reference import patterns as reference_patterns
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -124,7 +126,7 @@ def by_formula(leaves, allowed, padding):
     bias = exact[3][:, :, 0, distance + n - 1] if len(exact) > 3 else None
     allowed = (allowed & padding[:, None, None]).expand(3, HEADS, n, n)
     mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
-    output, _ = reference.attention_core(*exact[:3], scale=0.4, bias=bias, mask=mask)
+    output, _ = attention_core(*exact[:3], scale=0.4, bias=bias, mask=mask)
     return output.transpose(1, 2), exact
 
 

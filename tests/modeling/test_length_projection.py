@@ -11,7 +11,7 @@ from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kerne
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, segment_means
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
-from hf_attn_variants.reference_linear import linformer_attention
+from hf_attn_variants.reference.linear import linformer_attention
 
 pytestmark = pytest.mark.cross_product
 

@@ -5,7 +5,6 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch import nn
 
-from hf_attn_variants import reference_linear
 from hf_attn_variants.modeling.attention.kernel_interface import (
     attend_by_kernel,
     keys_read,
@@ -15,6 +14,7 @@ from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import kernel_class
 from hf_attn_variants.modeling.ops import causal_sums
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
+from hf_attn_variants.reference import linear as reference_linear
 
 pytestmark = pytest.mark.cross_product
 

@@ -6,9 +6,9 @@ from architectures import ALBERT, BERT, T5, token_ids
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 
 import hf_attn_variants
-from hf_attn_variants import reference_patterns
 from hf_attn_variants.modeling.mechanisms.patterns.compressed_pattern import MemoryCompression
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
+from hf_attn_variants.reference import patterns as reference_patterns
 
 pytestmark = pytest.mark.cross_product
 

@@ -10,7 +10,7 @@ from transformers import StaticCache
 import hf_attn_variants
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import sinusoids
-from hf_attn_variants.reference_scores import sinusoidal_positions
+from hf_attn_variants.reference.scores import sinusoidal_positions
 from hf_attn_variants.registration import longest_input
 
 pytestmark = pytest.mark.cross_product

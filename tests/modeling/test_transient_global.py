@@ -10,7 +10,7 @@ from fixtures.largest_tensor import LargestTensor
 
 import hf_attn_variants
 from hf_attn_variants.modeling.mechanisms.patterns import transient_global
-from hf_attn_variants.reference_patterns import transient_global_attention
+from hf_attn_variants.reference.patterns import transient_global_attention
 
 pytestmark = pytest.mark.cross_product
 

@@ -12,7 +12,7 @@ from fixtures.field_values import FIELDS, beside_field, of_host, value_of
 from relatives import RELATIVES
 from torch import nn
 
-from hf_attn_variants import convert, reference
+from hf_attn_variants import convert
 from hf_attn_variants.export.ctranslate2_fields import check_has_form
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card_text import size_rows, summary
@@ -20,6 +20,7 @@ from hf_attn_variants.inspection.costs import cost_table
 from hf_attn_variants.inspection.counting import attention_parameters, kv_cache_bytes, kv_cache_bytes_per_token
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
 from hf_attn_variants.modeling.hosts.t5_family import T5FamilyAttentionMixin
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -68,7 +69,7 @@ def heads_of(states, size):
 
 
 def by_the_formula(module, maps, states, mask, memory, bias):
-    """Outputs of all heads, one at a time (`reference.attention_core`), of maps, inputs and a mask."""
+    """Outputs of all heads, one at a time (`attention_core`), of maps, inputs and a mask."""
     config, is_cross = module.config, memory is not None
     memory = states if memory is None else memory
     if hasattr(module, "kv_a_proj"):
@@ -85,7 +86,7 @@ def by_the_formula(module, maps, states, mask, memory, bias):
     elif module.is_causal and not is_cross:
         added = added.masked_fill(torch.ones(n, m).triu(1).bool(), -torch.inf)
     scale = 1.0 if hasattr(config, "d_kv") else query.shape[-1] ** -0.5
-    output, weights = reference.attention_core(query, key, value, scale=scale, bias=bias, mask=added)
+    output, weights = attention_core(query, key, value, scale=scale, bias=bias, mask=added)
     return output.transpose(1, 2).flatten(2), weights
 
 
@@ -345,7 +346,7 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
     model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["value_head_dim"], saved["attn_variants_format"]) == (SMALL, 4)
+    assert (saved["value_head_dim"], saved["per_layer_values"]) == (SMALL, None)
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert again(**batch)[0].equal(model(**batch)[0])
@@ -354,10 +355,8 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
     same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
     for config in (plain, same):
         values = config.to_dict()
-        assert "value_head_dim" not in values and values["attn_variants_format"] == 2
+        assert "value_head_dim" not in values
         assert type(config).from_dict(values).value_head_dim is None
-    with pytest.raises(ValueError, match="`attn_variants_format`"):
-        row.config(value_head_dim=SMALL, attn_variants_format=1)
 
 
 def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():

@@ -180,7 +180,7 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
             {"variants": {"a": {"learning_rat": 1}}},
             "'a': `attn-variants pretrain` has no flag `learning_rat`: did you",
         ),
-        ({"variants": {"a": {"max_steps": 1}}}, "has no flag `max_steps`: --max_train_steps"),
+        ({"variants": {"a": {"max_steps": 1}}}, "has no flag `max_steps`: did you mean `max_train_steps`?"),
         ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` of `attn-variants pretrain` is given by the sweep"),
         ({"variants": {"a": {"talking_heads": "logit"}}}, "'a': argument --talking_heads: invalid choice: 'logit'"),
         ({"variants": {"a": {"warmup_ratio": 2}}}, "'a': --warmup_ratio must be in [0, 1), got 2.0"),

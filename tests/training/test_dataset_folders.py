@@ -6,10 +6,9 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from transformers import BertConfig
 
-from hf_attn_variants.commands import multiple_choice, ner, seq2seq
+from hf_attn_variants.commands import ner, seq2seq
 from hf_attn_variants.commands.classify import parse_args
 from hf_attn_variants.training.classification.data import load_classification_data
-from hf_attn_variants.training.multiple_choice.data import load_choice_data
 from hf_attn_variants.training.ner.data import load_sentences
 from hf_attn_variants.training.pretraining.settings import TextSettings
 from hf_attn_variants.training.pretraining.text_sources import open_text
@@ -22,14 +21,6 @@ TEXTS = ["None", '"We go', "NA", "1.0", "7"]
 def write(folder, name, rows, separator=","):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("".join(separator.join(row) + "\n" for row in rows))
-
-
-def test_choices(tmp_path):
-    rows = [["question", *(f"choice{i}" for i in range(1, 5)), "answer"], ["legs?", "two", "NA", "null", "None", "A"]]
-    for split in ("train", "validation"):
-        write(tmp_path, f"{split}.csv", rows)
-    found = load_choice_data(multiple_choice.parse_args([*OUT, "--dataset_name", str(tmp_path)])).splits
-    assert found["train"].data["choices"][:] == [["two", "NA", "null", "None"]]
 
 
 @pytest.mark.parametrize("names", [("train.csv", "dev.csv"), ("train/a.csv", "validation/b.csv")])

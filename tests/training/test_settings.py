@@ -12,13 +12,11 @@ from hf_attn_variants.cli import COMMANDS
 from hf_attn_variants.commands import (
     classify,
     glue,
-    multiple_choice,
     ner,
     pretrain,
     pretrain_t5,
     seq2seq,
     squad,
-    superglue,
     uptrain,
 )
 from hf_attn_variants.training.engine.options import fields_by_group
@@ -29,9 +27,7 @@ from hf_attn_variants.training.seq2seq.settings import Seq2SeqSettings
 
 NEEDED = {
     glue: ["--task_name", "stsb"],
-    superglue: ["--task_name", "cb"],
     classify: ["--train_file", "a"],
-    multiple_choice: ["--train_file", "a"],
     squad: [],
     ner: ["--train_file", "a", "--validation_file", "b"],
     seq2seq: ["--source_file", "a", "--target_file", "b"],

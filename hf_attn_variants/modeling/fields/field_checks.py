@@ -186,12 +186,12 @@ def check_format(value: Any) -> None:
     """Check the format of a configuration's fields.
 
     Raises:
-        ValueError: unless it is one that this code knows.
+        ValueError: if it is not the format of this version.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= CONFIG_FORMAT:
+    if type(value) is not int or value != CONFIG_FORMAT:
         raise ValueError(
-            f"`attn_variants_format` must be 1 to {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}; got "
-            f"{value!r}. A larger number is a newer release's: install that one."
+            f"`attn_variants_format` must be {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}, got "
+            f"{value!r}. Load the model with the version that saved it, or convert the original model again."
         )
 
 

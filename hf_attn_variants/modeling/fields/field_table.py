@@ -12,7 +12,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
-__all__ = ["FIELDS", "LATE_FIELDS", "Field", "check_choice", "row_of", "variant_field"]
+__all__ = ["FIELDS", "OPTIONAL_FIELDS", "Field", "check_choice", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):
@@ -313,8 +313,11 @@ FIELDS = (
 
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
-# Fields that 0.1.0, which has no number of a format, does not know: they are stored only where they are set.
-LATE_FIELDS = ("value_head_dim", *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits))
+# Fields that are stored only if they are set.
+OPTIONAL_FIELDS = (
+    "value_head_dim",
+    *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits),
+)
 
 
 def row_of(name: str) -> tuple[str, Field]:

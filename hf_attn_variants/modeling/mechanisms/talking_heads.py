@@ -38,7 +38,6 @@ __all__ = [
     "TalkingHeads",
     "beginning_of_talking_heads",
     "count_fields",
-    "differs_by_place",
     "dynamic_terms",
     "keeps_cache",
     "layers_of",
@@ -168,13 +167,6 @@ def beginning_of_talking_heads(config: Any) -> str:
 def keeps_cache(dynamic: Iterable[str] | None) -> bool:
     """Say whether a decoder whose self-attention has these input-dependent terms keeps a cache."""
     return not any(name[0] == "m" for name in dynamic or ())
-
-
-def differs_by_place(config: Any) -> bool:
-    """Say whether heads talk otherwise in some places or layers than the fields without a prefix say."""
-    places = talking_places(config)
-    twins = [prefix + name for prefix in places[1:] for name in TALKING_FIELDS]
-    return any(getattr(config, name) is not None for name in twins) or bool(listed_by_layer(config, places))
 
 
 def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:

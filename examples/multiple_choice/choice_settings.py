@@ -1,0 +1,28 @@
+"""The settings of multiple choice, from which the flags are made."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_attn_variants.training.engine.options import ALWAYS, AT_LEAST_1, WITH_BEST_WEIGHTS, check_metric, option
+from hf_attn_variants.training.engine.table_settings import TableSettings
+
+ANSWER_FORMATS = ("letter", "from_0", "from_1", "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoiceSettings(TableSettings):
+    """The tables and the meaning of their columns."""
+
+    title: ClassVar[str] = "task"
+
+    context_column: str | None = option("Column of the context.", None, resume=WITH_BEST_WEIGHTS)
+    question_column: str | None = option("Column of the question.", None, resume=WITH_BEST_WEIGHTS)
+    choices_columns: tuple[str, ...] | None = option("Columns of the choices.", None, resume=WITH_BEST_WEIGHTS)
+    answer_column: str | None = option("Column of the right choice.", None, resume=WITH_BEST_WEIGHTS)
+    answer_format: str | None = option("Format of the answers.", None, choices=ANSWER_FORMATS, resume=ALWAYS)
+    per_device_train_batch_size: int = option("Questions in a forward pass.", 8, range=AT_LEAST_1, resume=ALWAYS)
+    per_device_eval_batch_size: int = option("Questions in an evaluation pass.", 16, range=AT_LEAST_1)
+
+    def check(self) -> None:
+        super().check()
+        check_metric(self.metric_for_best_model, ("loss", "accuracy"))

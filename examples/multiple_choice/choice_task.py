@@ -1,0 +1,171 @@
+"""Fine-tuning on multiple choice: the part that SuperGLUE shares, and the task for tables of questions."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from choice_data import load_choice_data, shown_answer
+from choice_models import ChoiceHead, ChoiceWords
+from scipy.special import log_softmax
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_attn_variants.training import FineTuningTask
+from hf_attn_variants.training.classification.evaluation import EvalSet
+from hf_attn_variants.training.classification.splits import ClassificationSplit, hash_rows, make_rows
+from hf_attn_variants.training.engine.dataloaders import prepare_eval_dataloader
+from hf_attn_variants.training.engine.evaluation import Scores, run_rows
+from hf_attn_variants.training.engine.losses import Objective
+from hf_attn_variants.training.engine.models import load_config
+
+NO_QUESTIONS = ClassificationSplit("train", make_rows({}))
+
+
+def word_question(row: dict[str, Any]) -> str:
+    r"""Return the text of a question in UnifiedQA's form (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
+
+    The mark between the parts is a backslash and an n. The context is last, so that `max_length` cuts it.
+    """
+    names = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(row["choices"]))]
+    listed = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
+    parts = (row["text1"], listed) if row["question"] is None else (row["question"], listed, row["text1"])
+    return " \\n ".join(parts)
+
+
+class ChoiceTask(FineTuningTask[Any, Scores]):
+    """A training of a model that chooses among texts; the `__init__` of a task sets `train` and `dev`.
+
+    Attributes:
+        way: how the model chooses.
+        word: makes the text that an encoder-decoder reads of a row.
+        train: the training questions; none for a run that only evaluates.
+        dev: the dev questions, or None.
+        dev_shares: the log-probabilities of their choices at the last evaluation [questions, most choices].
+    """
+
+    train: ClassificationSplit
+    dev: ClassificationSplit | None
+    main_metric = "accuracy"
+    shown_metrics: Sequence[str] = ("accuracy",)
+    word = staticmethod(word_question)
+
+    def __init__(self, settings: Any, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config = load_config(settings)
+        kind = ChoiceWords if self.config.is_encoder_decoder else ChoiceHead
+        self.way: Any = kind(settings, self.config, accelerator, self.word)
+        self.tokenizer, self.collate = self.way.tokenizer, self.way.collate
+
+    def load_model(self) -> PreTrainedModel:
+        model = self.way.load_model()
+        tokenized = self._tokenize(self.train) if len(self.train) else make_rows({"length": []})
+        self.token_counts, self.rows = tokenized["length"], tokenized.remove_columns("length")
+        return model
+
+    def lengths(self) -> Sequence[int]:
+        return self.token_counts
+
+    def objective(self) -> Objective:
+        return self.way.objective()
+
+    def make_evaluator(self, model: nn.Module) -> Scores | None:
+        self.model = model
+        self.dev_set: Any = self.dev and self.eval_set(self.dev)
+        return Scores(self._dev_scores) if self.dev else None
+
+    def _dev_scores(self) -> dict[str, float]:
+        self.dev_shares = self.log_shares(self.dev_set)
+        return self.scores_of(self.dev_set, self.dev_shares)
+
+    def scores_of(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
+        """Return the accuracy, and the loss in nats per question."""
+        labels = np.asarray(questions.labels)
+        right = log_shares[np.arange(len(labels)), labels]
+        return {"accuracy": float((log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
+
+    def log_shares(self, questions: EvalSet) -> np.ndarray:
+        """Return the log-probabilities of the choices, minus infinity for a choice that a question does not have."""
+        most = max(map(len, questions.split.data["text2"]))
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            logits = self.way.scores(self.model, batch)
+            return (nn.functional.pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
+
+        loader, order, name = questions.loader, questions.order, questions.split.name
+        [logits] = run_rows(self.accelerator, self.model, loader, order, outputs, name, self.settings)
+        return log_softmax(logits.astype(np.float64), axis=-1)
+
+    def eval_set(self, split: ClassificationSplit) -> EvalSet:
+        """Return a split as it is evaluated or predicted."""
+        data = self._tokenize(split)
+        unused = [name for name in ("length", "label") if name in data.column_names]
+        rows, lengths = data.remove_columns(unused), data["length"]
+        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate)
+        return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
+
+    def _tokenize(self, split: ClassificationSplit) -> Any:
+        with self.accelerator.main_process_first():
+            return self.way.tokenize(split)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return {"hash of the dev data": self.dev and hash_rows(self.dev)}
+
+    def dev_results(self, evaluator: Scores) -> dict[str, Any]:
+        rows = len(self.dev_set.split)
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
+
+
+class MultipleChoiceFineTuning(ChoiceTask):
+    """RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or a table of questions."""
+
+    name = "multiple choice"
+
+    def __init__(self, settings: Any, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.splits, self.columns = load_choice_data(settings)
+        settings.check_dev("validation" in self.splits)
+        self.train = self.splits.get("train", NO_QUESTIONS).first(settings.max_train_samples)
+        dev = self.splits.get("validation")
+        self.dev = dev and dev.first(settings.max_eval_samples)
+
+    def results(self) -> dict[str, Any]:
+        found = {name: value for name, value in self.columns.items() if value is not None}
+        return found | ({"worded": True} if self.config.is_encoder_decoder else {})
+
+    def predictions(self, evaluator: Scores) -> dict[str, str]:
+        return {"dev.jsonl": self._lines(self.dev_set, self.dev_shares)}
+
+    def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
+        if "test" not in self.splits:
+            return {}, {}
+        test = self.eval_set(self.splits["test"])
+        shares = self.log_shares(test)
+        scores = {} if test.labels is None else self.scores_of(test, shares)
+        results = {f"test_{name}": value for name, value in scores.items()}
+        return {"test_samples": len(test.split), **results}, {"test.jsonl": self._lines(test, shares)}
+
+    def summary(self, results: dict[str, Any]) -> str:
+        return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
+
+    def _lines(self, questions: EvalSet, log_shares: np.ndarray) -> str:
+        """Return a JSON object per question: its row, answer if known, prediction, probabilities and texts."""
+        answer_format, lines = self.columns["answer_format"], []
+        several = len({*questions.split.data["file"]}) > 1
+        for i, row in enumerate(questions.split.data):
+            choices, best = row["choices"], int(log_shares[i].argmax())
+            record = {"file": row["file"]} if several else {}
+            record["row"] = row["index"]
+            if questions.labels is not None:
+                record["answer"] = shown_answer(questions.labels[i], choices, answer_format)
+            record |= {"prediction": shown_answer(best, choices, answer_format), "choice": choices[best]}
+            record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_shares[i, : len(choices)])]
+            question = row["question"]
+            record |= {"text": row["text1"]} if question is None else {"context": row["text1"], "question": question}
+            lines.append(json.dumps({**record, "choices": choices}, ensure_ascii=False) + "\n")
+        return "".join(lines)

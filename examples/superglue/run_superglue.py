@@ -1,0 +1,37 @@
+"""Fine-tune and evaluate a model on a SuperGLUE task."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attn_variants import run  # the package is imported later: `--help` does not wait for torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "multiple_choice"))  # for COPA, and for T5
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Any:
+    """Read the command line, or `argv`, as `SuperGlueSettings`."""
+    from superglue_tasks import SuperGlueSettings
+
+    from hf_attn_variants.commands.training import parse_settings
+
+    script = "examples/superglue/run_superglue.py"
+    return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "Examples: README.md of its folder.")
+
+
+def main(settings: Any) -> dict[str, Any]:
+    """Train, evaluate and predict; return the results."""
+    from superglue_task import task_class
+
+    from hf_attn_variants.commands.training import train_and_push
+    from hf_attn_variants.training import fine_tune
+
+    return train_and_push(settings, lambda: fine_tune(task_class(settings), settings))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+    sys.exit(run(sys.modules[__name__]))

@@ -1,0 +1,67 @@
+"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings, from which the flags are made."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_attn_variants.training.engine.options import check_metric, option
+from hf_attn_variants.training.engine.settings import FineTuningSettings
+
+DATASET = "aps/super_glue"  # on the Hub
+
+
+@dataclass(frozen=True)
+class SuperGlueTask:
+    """A task: its names on the Hub and in the official release, and the names of the texts of a row.
+
+    `labels` are the class names in the order of the Hub's ids, and `submitted` their values in a submission.
+    """
+
+    name: str
+    folder: str
+    fields: tuple[str, ...]
+    labels: tuple[str, ...] = ("False", "True")
+    submitted: tuple[str | int, ...] = ("false", "true")
+    metrics: tuple[str, ...] = ("accuracy",)
+
+    @property
+    def main_metric(self) -> str:
+        """The metric of the leaderboard, which is the mean of two metrics."""
+        return "combined_score" if len(self.metrics) > 1 else self.metrics[0]
+
+
+CB_LABELS, RTE_LABELS = ("entailment", "contradiction", "neutral"), ("entailment", "not_entailment")
+MULTIRC_FIELDS = ("paragraph", "question and answer")
+ALL_TASKS = [
+    SuperGlueTask("boolq", "BoolQ", ("passage", "question")),
+    SuperGlueTask("cb", "CB", ("premise", "hypothesis"), CB_LABELS, CB_LABELS, ("accuracy", "f1_macro")),
+    SuperGlueTask("copa", "COPA", ("premise", "choice"), ("choice1", "choice2"), (0, 1)),
+    SuperGlueTask("multirc", "MultiRC", MULTIRC_FIELDS, submitted=(0, 1), metrics=("f1a", "exact_match")),
+    SuperGlueTask("record", "ReCoRD", ("passage", "query"), metrics=("f1", "exact_match")),
+    SuperGlueTask("rte", "RTE", ("premise", "hypothesis"), RTE_LABELS, RTE_LABELS),
+    SuperGlueTask("wic", "WiC", ("sentence1", "sentence2")),
+    SuperGlueTask("wsc", "WSC", ("text",), submitted=("False", "True")),
+]
+TASKS = {task.name: task for task in ALL_TASKS}
+
+
+def get_task(name: str) -> SuperGlueTask:
+    """Return the task with a name, in any case."""
+    if name.lower() not in TASKS:
+        raise ValueError(f"--task_name must be one of {', '.join(TASKS)}, got {name!r}.")
+    return TASKS[name.lower()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperGlueSettings(FineTuningSettings):
+    """The task and its files; limits of samples count the questions of MultiRC and ReCoRD."""
+
+    title: ClassVar[str] = "task"
+
+    task_name: str = option(f"One of {', '.join(TASKS)}.")
+    data_dir: str | None = option("Folder with the task's official JSONL files (default: the Hub).", None)
+    skip_predict: bool = option("Do not predict the test split.", False)
+
+    def check(self) -> None:
+        super().check()
+        task = get_task(self.task_name)
+        check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))

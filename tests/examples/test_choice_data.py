@@ -1,0 +1,269 @@
+"""Tables of questions with choices: columns by name, formats of answers, any number of choices, errors."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+from choice_data import Row, find_answer_format, load_choice_data, place_of, shown_answer
+from choice_models import ChoiceHead
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import List as ListFeature
+from run_multiple_choice import parse_args
+from transformers import AutoTokenizer
+
+from hf_attn_variants.training.classification.splits import ClassificationSplit
+from hf_attn_variants.training.engine import hub_datasets
+from hf_attn_variants.training.engine.table_splits import Record
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Writes files by name and reads those that are called train, dev and test, with these flags."""
+
+    def call(files, *flags):
+        argv = ["model", "--output_dir", "out"]
+        for name, text in files.items():
+            rows = text if isinstance(text, str) else "".join(json.dumps(row) + "\n" for row in text)
+            content = rows.encode()
+            (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
+            if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
+                argv += [f"--{flag}", *found]
+        splits, columns = load_choice_data(parse_args([*argv, *map(str, flags)]))
+        return SimpleNamespace(splits=splits, **columns)
+
+    return call
+
+
+def rows_of(split):
+    return {name: split.data[name][:] for name in ("text1", "text2", "label") if name in split.data.column_names}
+
+
+# Data sets that are known
+
+
+def test_race_is_known_by_its_columns(load):
+    rows = [
+        {"article": "It rains.", "question": "It is _ .", "options": ["wet", "dry"], "answer": "A", "example_id": "1"},
+        {"article": "It rains.", "question": "What falls?", "options": ["rain", "snow"], "answer": "B", "x": "2"},
+    ]
+    found = load({"train.jsonl.gz": rows, "test.jsonl": [{k: v for k, v in rows[0].items() if k != "answer"}]})
+    assert rows_of(found.splits["train"]) == {
+        "text1": ["It rains.", "It rains."],
+        "text2": [["It is wet .", "It is dry ."], ["What falls? rain", "What falls? snow"]],
+        "label": [0, 1],
+    }
+    assert found.answer_format == "letter" and "label" not in rows_of(found.splits["test"])
+
+
+def test_swag_is_known_by_its_columns(load):
+    header = ",video-id,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
+    rows = "0,v,A man. He,A man.,He,gold,runs.,sits.,eats.,sleeps.,1\n1,v,s,A dog.,It,gold,a.,b.,c.,d.,2\n"
+    found = load({"train.csv": header + rows, "dev.csv": header + rows})
+    assert rows_of(found.splits["validation"]) == {
+        "text1": ["A man.", "A dog."],
+        "text2": [["He runs.", "He sits.", "He eats.", "He sleeps."], ["It a.", "It b.", "It c.", "It d."]],
+        "label": [1, 2],
+    }
+    # Only by what SWAG is: of other tables these could count from 1 as well.
+    other = (header + rows).replace("sent1", "context").replace("sent2", "question")
+    with pytest.raises(ValueError, match=r"--answer_format must be given, .* answers \(1, 2\) fit from_0 and"):
+        load({"train.csv": other})
+
+
+def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkeypatch):
+    texts = {name: Value("string") for name in ("sent1", "sent2", *(f"ending{i}" for i in range(4)))}
+    features = Features({**texts, "label": ClassLabel(names=["0", "1", "2", "3"])})
+    row = {name: name for name in texts}
+    splits = {"train": [{**row, "label": 3}], "validation": [{**row, "label": 0}], "test": [{**row, "label": -1}]}
+    hub = DatasetDict({name: Dataset.from_list(rows, features=features) for name, rows in splits.items()})
+    monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
+    assert found["train"].data["label"][:] == [3] and found["validation"].data["label"][:] == [0]
+    assert "label" not in found["test"].data.column_names and len(found["test"]) == 1
+
+
+def test_nested_choices_are_found(monkeypatch):
+    features = Features(
+        {
+            "question": Value("string"),
+            "choices": {"text": ListFeature(Value("string")), "label": ListFeature(Value("string"))},
+            "answerKey": Value("string"),
+        }
+    )
+    row = {"question": "Why?", "choices": {"text": ["so", "not"], "label": ["A", "B"]}, "answerKey": "B"}
+    hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
+    monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
+    assert rows_of(found["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
+
+
+# A user's own columns
+
+
+def test_columns_may_have_any_name_and_rows_any_number_of_choices(load):
+    text = "about\tasked\tone\ttwo\tthree\tright\nA cat.\tWho?\tcat\tdog\t\t2\nA dog.\tWho?\tcat\tdog\thorse\t3\n"
+    flags = "--context_column", "about", "--question_column", "asked", "--choices_columns", "one", "two", "three"
+    found = load({"train.tsv": text}, *flags, "--answer_column", "right")
+    assert rows_of(found.splits["train"]) == {
+        "text1": ["A cat.", "A dog."],
+        "text2": [["Who? cat", "Who? dog"], ["Who? cat", "Who? dog", "Who? horse"]],
+        "label": [1, 2],
+    }
+    assert found.answer_format == "from_1"
+
+
+def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
+    text = 'question,choices,answer\nWho?,"[""a cat"", ""a dog""]",a dog\n'
+    found = load({"train.csv": text})
+    assert rows_of(found.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
+    assert found.answer_format == "text"
+    with pytest.raises(ValueError, match=r"line 2, row 1: choices must have at least 2 choices, .* \"\['a', 'b'\]\""):
+        load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
+
+
+def test_columns_are_numbered(load):
+    ten = ",".join(f"choice{i}" for i in range(1, 12))
+    values = ",".join(f"t{i}" for i in range(1, 12))
+    found = load({"train.csv": f"context,{ten},label\nx,{values},11\n"})
+    assert found.splits["train"].data["label"][:] == [10]
+
+
+# Formats of answers
+
+
+def rows_with(answers, choices):
+    pairs = enumerate(zip(answers, choices, strict=True))
+    return [Row(Record("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs]
+
+
+@pytest.mark.parametrize(
+    ("answers", "count", "expected"),
+    [
+        (["A", "b", "D"], 4, ("letter", [0, 1, 3])),
+        (["0", "2"], 3, ("from_0", [0, 2])),
+        (["1", "3"], 3, ("from_1", [0, 2])),
+        (["t1", "t0"], 3, ("text", [1, 0])),
+    ],
+)
+def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected):
+    choices = [[f"t{i}" for i in range(count)]] * len(answers)
+    found = find_answer_format(rows_with(answers, choices))
+    places = [place_of(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
+    assert (found, places) == expected
+    shown = [str(shown_answer(place, choices[0], found)).lower() for place in places]
+    assert shown == [answer.lower() for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("answers", "choices", "message"),
+    [
+        (["1", "2"], [list("xyz")] * 2, "fit from_0 and from_1 of"),
+        (["2", "1"], [["1", "2", "3"]] * 2, "fit from_0 and from_1 and text of"),
+        (["A", "B"], [["B", "A"]] * 2, "fit letter and text of"),
+        (["A", "E"], [list("wxyz")] * 2, "fit none of"),
+        (["A", "B", "0"], [list("xyz")] * 3, "fit none of"),
+        (["x"], [["x", "x"]], "fit none of"),
+        (["0", "3"], [list("xyz")] * 2, "fit none of"),
+    ],
+)  # fmt: skip
+def test_answers_that_fit_two_formats_or_none_are_an_error(answers, choices, message):
+    with pytest.raises(ValueError, match=f"^row 0: --answer_format must be given.*{message}"):
+        find_answer_format(rows_with(answers, choices))
+
+
+def test_the_training_rows_decide_for_all(load):
+    def rows(*labels):
+        return [{"context": "c", "choices": ["x", "y", "z"], "label": label} for label in labels]
+
+    found = load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(1, 2), "test.jsonl": rows(-1, -1)})
+    assert found.splits["validation"].data["label"][:] == [1, 2] and found.answer_format == "from_0"
+    assert "label" not in found.splits["test"].data.column_names
+    with pytest.raises(ValueError, match=r"dev.jsonl, line 1, row 1: the answer must name one of 3 choices .* '3'"):
+        load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
+    given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
+    assert given.splits["train"].data["label"][:] == [0, 1]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": None}, "the answer must name one of 2 choices"),
+        ({"answer": -1}, "--answer_format must be given"),
+        ({"answer": ["A"]}, "--answer_format must be given"),
+        ({"choices": ["x"]}, "choices must have at least 2 choices"),
+        ({"choices": ["x", " "]}, "choices must have at least 2 choices"),
+        ({"choices": ["x", 3]}, "choices must have at least 2 choices"),
+        ({"choices": "x or y"}, "choices must have at least 2 choices"),
+        ({"context": 5}, "column 'context'"),
+    ],
+)
+def test_a_bad_row_is_named(load, change, message):
+    row = {"context": "c", "choices": ["x", "y"], "answer": "A"}
+    with pytest.raises(ValueError, match=f"train.jsonl, (line 1, )?row 1.*{message}|{message}") as caught:
+        load({"train.jsonl": [{**row, **change}, row]})
+    assert "train.jsonl" in str(caught.value)
+
+
+def test_answers_of_some_test_rows_are_not_dropped(load):
+    row = {"context": "c", "choices": ["x", "y"]}
+    known = [row | {"answer": answer} for answer in "AB"]
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
+        load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
+    named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
+    found = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
+    assert rows_of(found.splits["test"])["text1"] == ["c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"context": "c", "answer": "A"},
+            "--choices_columns, and .* must be given, got the columns context, answer",
+        ),
+        ({"choices": ["x", "y"], "answer": "A"}, "--context_column or --question_column, must be given"),
+        ({"context": "c", "choices": ["x", "y"]}, "--answer_column must be given"),
+        (
+            {"context": "c", "passage": "p", "choices": ["x", "y"], "answer": "A"},
+            "--context_column must be given, got context and passage",
+        ),
+        (
+            {"context": "c", "choices": ["x", "y"], "options": ["x", "y"], "answer": "A"},
+            "--choices_columns must be given, got",
+        ),
+        (
+            {"context": "c", "choice1": "x", "choice3": "y", "answer": "A"},
+            "--choices_columns, and .* must be given",
+        ),
+        (
+            {"context": "c", "choice0": "x", "choice1": "y", "answer": 0, "label": 0},
+            "--answer_column must be given, got answer and label",
+        ),
+    ],
+)
+def test_columns_that_are_not_found_are_asked_for(load, row, message):
+    with pytest.raises(ValueError, match=message):
+        load({"train.jsonl": [row]})
+
+
+def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
+    way = ChoiceHead.__new__(ChoiceHead)
+    way.tokenizer, way.settings = AutoTokenizer.from_pretrained(tiny_bert), SimpleNamespace(max_length=6)
+    rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
+    data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
+    found = way.tokenize(ClassificationSplit("train", data))
+    assert "train: 1 of 2 questions have choices that are the same tokens; the first is t.csv, row 1" in caplog.text
+    assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
+
+
+def test_choices_of_a_dataset_folder_are_those_of_its_files(tmp_path):
+    rows = "question,choice1,choice2,choice3,choice4,answer\nlegs?,two,NA,null,None,A\n"
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text(rows)
+    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
+    assert found["train"].data["choices"][:] == [["two", "NA", "null", "None"]]

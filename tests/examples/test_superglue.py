@@ -1,0 +1,176 @@
+"""The SuperGLUE example with an encoder: whole runs on each task, learning, resumes, cards."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import superglue_data
+import torch
+from fixtures.superglue import ANIMALS, PLACES, write_superglue
+from fixtures.uptraining import make_bert
+from fixtures.worded import make_writer
+from run_superglue import main, parse_args
+from sklearn.metrics import matthews_corrcoef
+from superglue_tasks import TASKS, SuperGlueSettings
+from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.hub import model_card
+
+RTE_WORDS = "rte hypothesis premise : . The A a man sees it is in the entailment not_entailment " + " ".join(
+    (*ANIMALS, *PLACES)
+)
+
+
+@pytest.fixture
+def run(tiny_bert, tmp_path):
+    def call(task, *flags, model=tiny_bert, out="out"):
+        folder = tmp_path / TASKS[task.lower()].folder
+        if not folder.exists():
+            write_superglue(folder, task.lower(), 8)
+        argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
+        argv += ["--per_device_train_batch_size", 4, "--learning_rate", "3e-3", "--cpu", "--disable_tqdm", *flags]
+        return main(parse_args([str(each) for each in argv])), tmp_path / out
+
+    return call
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task):
+    convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
+    results, out = run(task, "--max_train_steps", 2, "--group_by_length", model=tmp_path / "gqa")
+    spec = TASKS[task]
+    assert results["task_name"] == task and results["dataset"]["dataset_config"] == task and results["steps"] == 2
+    assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
+    test, dev = (lines_of(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
+    assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
+    assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
+    head = AutoModelForMultipleChoice if task == "copa" else AutoModelForSequenceClassification
+    model = head.from_pretrained(out)
+    assert model.config.num_key_value_heads == 2 and (out / "training_curves.png").is_file()
+    if task != "copa":
+        assert model.config.id2label == dict(enumerate(spec.labels))
+    # The saved model gives the same scores.
+    again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
+    assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
+    assert not (tmp_path / f"again/predictions_{spec.folder}.jsonl").exists()
+
+
+@pytest.mark.thorough
+def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
+    learner = make_bert(tmp_path / "learner", tiny_bert)
+    flags = "--num_train_epochs", 20, "--dropout_rate", 0
+    results, out = run("copa", *flags, model=learner)
+    assert results["eval_accuracy"] == 1.0  # an animal each time
+    assert [row["label"] for row in lines_of(out / "predictions_COPA.jsonl")] == [1, 0] * 4
+    results, _ = run("boolq", *flags, model=learner, out="boolq")
+    assert results["eval_accuracy"] > 0.7
+
+
+def test_a_submission_is_what_the_saved_model_says(run, tmp_path):
+    _, out = run("cb", "--max_train_steps", 4)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(out).eval(),
+        AutoTokenizer.from_pretrained(out),
+    )
+    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(row["premise"], row["hypothesis"], return_tensors="pt")).logits
+        assert said == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
+
+
+def test_first_questions_are_whole_ones(run):
+    results, out = run("multirc", "--max_train_steps", 1, "--max_eval_samples", 3, "--max_train_samples", 2)
+    assert results["eval_samples"] == 7 and results["train_samples"] == 4
+    assert len(lines_of(out / "predictions_dev_MultiRC.jsonl")) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", ["record", "copa"])
+def test_a_resumed_run_ends_with_the_same_bits(run, task):
+    flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]
+    whole, out = run(task, *flags, "--checkpointing_steps", 3)
+    resumed, other = run(task, *flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def diagnostic_rows(name, count=12):
+    """Rows in the official form: AX-b's fields are called as GLUE's, AX-g's pairs differ in a pronoun."""
+    for i in range(count):
+        label = ("entailment", "not_entailment")[i // 2 % 2]
+        if name == "AX-b":
+            texts = {"sentence1": f"The {ANIMALS[i % 4]} is in the house.", "sentence2": f"a {PLACES[i % 4]}"}
+            yield texts | {"idx": i, "label": label, "logic": "Negation"}
+        else:
+            texts = {"premise": f"A man sees {('it', 'a')[i % 2]}.", "hypothesis": f"a {PLACES[i // 2 % 4]}"}
+            yield texts | {"idx": i, "label": label}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("host", ["bert", "t5"])
+def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, host):
+    model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
+    for name in ("AX-b", "AX-g"):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps(row) + "\n" for row in diagnostic_rows(name))
+        (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
+    results, out = run("rte", "--max_train_steps", 6, model=model)
+    truth = [row["label"] for row in diagnostic_rows("AX-b")]
+    found = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
+    assert all([row["idx"] for row in rows] == [*range(12)] for rows in found.values())
+    said = {name: [row["label"] for row in rows] for name, rows in found.items()}
+    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, said["AX-b"]))
+    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, said["AX-g"], strict=True)])
+    pairs = zip(said["AX-g"][::2], said["AX-g"][1::2], strict=True)
+    assert results["axg_gender_parity"] == np.mean([one == other for one, other in pairs])
+    # Without labels, and without pairs.
+    rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
+    (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    again, folder = run("rte", "--num_train_epochs", 0, model=out, out="again")
+    assert "axb_matthews_correlation" in again and not [name for name in again if name.startswith("axg_")]
+    assert len(lines_of(folder / "predictions_AX-g.jsonl")) == 11
+
+
+def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
+    loaded = []
+
+    def load(dataset, name, split):
+        loaded.append((dataset, name, split))
+        rows = diagnostic_rows({"axb": "AX-b"}.get(name, "AX-g"))
+        return [{**row, "label": i % 2} for i, row in enumerate(rows)]
+
+    monkeypatch.setattr(superglue_data, "load_dataset", load)
+    settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name="rte")
+    found = superglue_data.load_examples(settings, TASKS["rte"])
+    assert loaded[-2:] == [("aps/super_glue", name, "test") for name in ("axb", "axg")]
+    assert found["axb"][1].texts == (("The dog is in the house.", "a street"),) and found["axb"][1].labels == (1,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task_name", "AX-g"], "--task_name must be one of boolq, .*, got 'AX-g'"),
+        (["--task_name", "cb", "--metric_for_best_model", "f1"], "there are loss, accuracy, f1_macro, combined_score"),
+    ],
+)
+def test_bad_flags_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(["m", "--output_dir", "o", *flags])
+
+
+def test_the_card_names_the_benchmark_and_not_glues_task(run):
+    _, out = run("rte", "--max_train_steps", 2)
+    card = str(model_card(out, "me/x"))
+    assert "SuperGLUE RTE" in card and "GLUE RTE" not in card.replace("SuperGLUE RTE", "")
+    assert "type: aps/super_glue" in card and "config: rte" in card
+    assert "It gives each pair of texts one of 2 labels: `entailment`, `not_entailment`." in card
+    block = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block

@@ -1,0 +1,213 @@
+"""SuperGLUE's official files and the Hub's rows as texts, its metrics by their own formulas, its submissions."""
+
+import json
+
+import numpy as np
+import pytest
+import superglue_data
+from datasets import Dataset, DatasetDict
+from fixtures.superglue import hub_rows, official_rows, write_superglue
+from sklearn.metrics import f1_score
+from superglue_scores import chosen_candidates, compute_metrics, submission
+from superglue_tasks import TASKS, SuperGlueSettings, get_task
+
+from hf_attn_variants.table_files import read_records
+
+
+def read(tmp_path, task, rows, has_labels=True):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    placed = [(record.place, record.values) for record in read_records(path)]
+    return superglue_data.make_examples(get_task(task), placed, has_labels)
+
+
+def load(task, data_dir):
+    settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name=task, data_dir=data_dir)
+    return superglue_data.load_examples(settings, get_task(task))
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    ("task", "texts"),
+    [
+        ("boolq", (("A cat sees a house.", "is it a cat"),)),
+        ("cb", (("The cat is in the house.", "a cat"),)),
+        ("rte", (("The cat is in the house.", "a house"),)),
+        (
+            "copa",
+            (
+                ("A man sees it.", "What was the cause of this? It is a house."),
+                ("A man sees it.", "What was the cause of this? It is a cat."),
+            ),
+        ),
+        (
+            "multirc",
+            (
+                ("A cat sees a house and a man.", "What does it see? cat"),
+                ("A cat sees a house and a man.", "What does it see? house"),
+            ),
+        ),
+        (
+            "record",
+            tuple(
+                ("A cat sees a house and a man. The cat is big", f"It is a {name} .")
+                for name in ("cat", "house", "man")
+            ),
+        ),
+        ("wic", (("The * house * of a cat.", "A man in a * house *"),)),
+        ("wsc", (("The * cat man * sees a house, and # it # is big.",),)),
+    ],
+)
+def test_a_row_is_read_as_these_texts(tmp_path, task, texts):
+    assert read(tmp_path, task, official_rows(task, 1))[0].texts == texts
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_hubs_rows_are_the_official_ones(tmp_path, monkeypatch, task):
+    official = load(task, write_superglue(tmp_path / "official", task))
+    rows = Dataset.from_list(hub_rows(task))
+    hub = DatasetDict({"train": rows, "validation": rows.select(range(2)), "test": rows})
+    monkeypatch.setattr(superglue_data, "load_dataset", lambda name, config, split: hub[split])
+    found = load(task, None)
+    assert found["train"] == official["train"] and found["test"] == official["test"]
+    assert official["test"][0].labels is None and official["train"][0].labels is not None
+
+
+@pytest.mark.parametrize(
+    ("index", "text", "expected"),
+    [
+        (0, "It", "# It # sees a * dog * and it is big."),
+        (5, "it", "It sees a * dog * and # it # is big."),
+        (4, "It.", "It sees a * dog * and # it # is big."),
+        (9, "it", "It sees a * dog * and # it # is big."),
+    ],
+)
+def test_the_span_nearest_to_its_number_is_marked(tmp_path, index, text, expected):
+    target = {"span1_index": 3, "span1_text": "dog", "span2_index": index, "span2_text": text}
+    row = {"text": "It sees a dog and it is big.", "target": target, "idx": 0, "label": True}
+    assert read(tmp_path, "wsc", [row])[0].texts == ((expected,),)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        ("boolq", {"label": "maybe"}, "label must be one of False, True, got 'maybe'"),
+        ("boolq", {"label": None}, "got None"),
+        ("cb", {"label": True}, "got True"),
+        ("rte", {"label": 2}, "got 2"),
+        ("copa", {"question": "why"}, "KeyError: 'why'"),
+        ("wic", {"end2": 99}, "start2 11 and end2 99"),
+        ("wsc", {"target": None}, "TypeError"),
+        ("wsc", {"text": "nothing of it"}, "'cat man'"),
+        ("record", {"qas": [{"query": "no place", "answers": [{"text": "a"}], "idx": 0}]}, "@placeholder"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_row(tmp_path, task, change, message):
+    rows = official_rows(task, 1)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1, row 1.*{message}"):
+        read(tmp_path, task, [{**rows[0], **change}])
+
+
+# Metrics, by formulas of their own
+
+
+def scores_for(labels, count):
+    """Logits whose largest is that of each label."""
+    return np.eye(count)[np.asarray(labels)] + np.random.default_rng(0).normal(0, 0.1, (len(labels), count))
+
+
+def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
+    task, examples = get_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
+    true, said = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
+    f1 = []
+    for label in range(3):
+        hits = sum(t == s == label for t, s in zip(true, said, strict=True))
+        f1.append(2 * hits / (true.count(label) + said.count(label)))
+    found = compute_metrics(task, examples, scores_for(said, 3))
+    accuracy = np.mean(np.equal(true, said))
+    assert found["accuracy"] == pytest.approx(accuracy) and found["f1_macro"] == pytest.approx(np.mean(f1))
+    assert found["f1_macro"] == pytest.approx(f1_score(true, said, average="macro"))
+    assert found["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
+
+
+def test_multirc_has_f1_over_all_answers_and_whole_questions(tmp_path):
+    task, examples = get_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
+    true = [label for example in examples for label in example.labels]
+    said = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
+    said[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
+    found = compute_metrics(task, examples, scores_for(said, 2))
+    hits = sum(t and s for t, s in zip(true, said, strict=True))
+    precision, recall = hits / sum(said), hits / sum(true)
+    assert found["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
+    rows, whole = iter(said), 0
+    for example in examples:
+        whole += [next(rows) for _ in example.labels] == list(example.labels)
+    assert 0 < whole < len(examples) and found["exact_match"] == pytest.approx(whole / len(examples))
+    assert found["combined_score"] == pytest.approx((found["f1a"] + found["exact_match"]) / 2)
+
+
+def test_record_takes_the_likeliest_candidate_and_the_nearest_answer(tmp_path):
+    passage = {"text": "The New York Times and New York and Bob", "entities": []}
+    names = ("The New York Times", "New York", "Bob")
+    for name in names:
+        start = passage["text"].rindex(name)
+        passage["entities"].append({"start": start, "end": start + len(name) - 1})
+    answers = [[{"text": "New York"}], [{"text": "Bob"}, {"text": "New York"}], [{"text": "Bob"}]]
+    queries = [{"query": "@placeholder is", "answers": each, "idx": i} for i, each in enumerate(answers)]
+    examples = read(tmp_path, "record", [{"passage": passage, "qas": queries, "idx": 0}])
+    likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # said: the paper, the town, the town
+    scores = np.array([[0.3, 0.3 + each] for row in likely for each in row])
+    assert chosen_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
+    found = compute_metrics(get_task("record"), examples, scores)
+    # Without the article the paper has three words, two of which are right: precision 2/3, recall 1.
+    assert found["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and found["exact_match"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("task", ["boolq", "rte", "wic", "wsc"])
+def test_the_others_have_accuracy(tmp_path, task):
+    examples = read(tmp_path, task, official_rows(task))
+    said = [0, 1, 1, 1, 0, 0, 1, 0]
+    expected = np.mean([example.labels[0] == each for example, each in zip(examples, said, strict=True)])
+    assert compute_metrics(get_task(task), examples, scores_for(said, 2)) == {"accuracy": expected}
+
+
+# Submissions
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "expected"),
+    [
+        ("boolq", [1, 0], [{"idx": 0, "label": "true"}, {"idx": 1, "label": "false"}]),
+        ("cb", [2, 1], [{"idx": 0, "label": "neutral"}, {"idx": 1, "label": "contradiction"}]),
+        ("copa", [1, 0], [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]),
+        ("rte", [1, 0], [{"idx": 0, "label": "not_entailment"}, {"idx": 1, "label": "entailment"}]),
+        ("wic", [0, 1], [{"idx": 0, "label": "false"}, {"idx": 1, "label": "true"}]),
+        ("wsc", [0, 1], [{"idx": 0, "label": "False"}, {"idx": 1, "label": "True"}]),
+        (
+            "multirc",
+            [1, 0, 0, 1, 1, 0, 1],
+            [
+                {"idx": 0, "passage": {"questions": [{"idx": 0, "answers": [
+                    {"idx": 0, "label": 1}, {"idx": 1, "label": 0}]}]}},
+                {"idx": 1, "passage": {"questions": [
+                    {"idx": 100, "answers": [{"idx": 10, "label": 0}, {"idx": 11, "label": 1}]},
+                    {"idx": 101, "answers": [
+                        {"idx": 10, "label": 1}, {"idx": 11, "label": 0}, {"idx": 12, "label": 1}]},
+                ]}},
+            ],
+        ),
+        (
+            "record",
+            [0, 1, 0, 1, 0, 0, 0, 0, 1],
+            [{"idx": 0, "label": "house"}, {"idx": 10, "label": "dog"}, {"idx": 11, "label": "man"}],
+        ),
+    ],
+)  # fmt: skip
+def test_a_submission_is_in_the_official_form(tmp_path, task, said, expected):
+    rows = [row for row in official_rows(task, 2)]
+    examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
+    count = len(get_task(task).labels)
+    text = submission(get_task(task), examples, np.eye(count)[said])
+    assert [json.loads(line) for line in text.splitlines()] == expected and text.endswith("\n")

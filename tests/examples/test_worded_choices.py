@@ -1,0 +1,283 @@
+"""Both examples with an encoder-decoder: T5's wording, the probabilities of choices, whole runs."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import run_multiple_choice
+import run_superglue
+import torch
+from architectures import T5, token_ids
+from choice_models import choice_log_probabilities
+from choice_task import word_question
+from fixtures.multilingual import TOKENIZERS
+from fixtures.processes import run_processes, run_script
+from fixtures.superglue import official_rows, write_superglue
+from fixtures.worded import make_writer
+from relatives import ENCODER_DECODERS
+from scipy.special import log_softmax
+from superglue_data import make_examples
+from superglue_task import SuperGlueChoice
+from superglue_tasks import TASKS, get_task
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+
+from hf_attn_variants.conversion import convert_checkpoint
+
+SCRIPT = "../examples/multiple_choice/run_multiple_choice"
+ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
+# All words of the tiny files: those of the tasks' fields and labels as well.
+TEXT = (
+    "boolq cb copa multirc record rte wic wsc passage question hypothesis premise choice1 choice2 answer paragraph "
+    "query entities sentence1 sentence2 word text is it a A sees in the The What does see man big and of It cause "
+    "effect True False entailment contradiction neutral not_entailment @placeholder highlight placeholder B C D E n "
+    "( ) \\ . , : ? # * @ Sent 1 2 " + " ".join((*ANIMALS, *PLACES))
+)
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    return make_writer("t5", TEXT, tmp_path_factory.mktemp("writer"))
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# The wording
+
+
+@pytest.mark.parametrize(
+    ("task", "worded"),
+    [
+        ("boolq", ["boolq passage: A cat sees a house. question: is it a cat"]),
+        ("cb", ["cb hypothesis: a cat premise: The cat is in the house."]),
+        ("rte", ["rte hypothesis: a house premise: The cat is in the house."]),
+        ("copa", ["copa choice1: It is a house. choice2: It is a cat. premise: A man sees it. question: cause"]),
+        (
+            "multirc",
+            [
+                f"multirc question: What does it see? answer: {answer} paragraph: A cat sees a house and a man."
+                for answer in ("cat", "house")
+            ],
+        ),
+        (
+            "record",
+            [
+                "record query: It is a @placeholder . entities: cat, house, man "
+                "passage: A cat sees a house and a man. The cat is big"
+            ],
+        ),
+        ("wic", ["wic sentence1: The house of a cat. sentence2: A man in a house word: house"]),
+        ("wsc", ["wsc text: The * cat man * sees a house, and # it # is big."]),
+    ],
+)
+def test_rows_are_worded_as_t5s_code_does(task, worded):
+    [example] = make_examples(get_task(task), [("row 1", official_rows(task, 1)[0])])
+    assert list(example.worded) == worded
+
+
+def test_paragraphs_of_multirc_lose_their_html():
+    row = official_rows("multirc", 1)[0]
+    row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
+    [example] = make_examples(get_task("multirc"), [("row 1", row)])
+    assert example.worded[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
+
+
+def test_a_query_of_record_is_learned_once_for_each_right_answer():
+    training = SuperGlueChoice.__new__(SuperGlueChoice)
+    training.task, training.config = get_task("record"), SimpleNamespace(is_encoder_decoder=True)
+    examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
+    training.examples = {"train": examples, "validation": examples}
+    train, dev = training._questions("train"), training._questions("validation")
+    assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
+    assert dev.data["choices"][1] == ["dog", "house", "man"]
+    log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
+    assert training._logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
+
+
+def test_questions_are_worded_as_unifiedqa_does():
+    row = {"question": None, "text1": "which is best conductor?", "choices": ["iron", "feather"]}
+    assert word_question(row) == r"which is best conductor? \n (A) iron (B) feather"
+    worded = word_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
+    assert worded.startswith(r"Who? \n (A) he (B) he") and worded.endswith(r"(Z) he (27) he (28) he \n A man.")
+
+
+# The probabilities
+
+
+@pytest.mark.parametrize("row", [T5, *ENCODER_DECODERS], ids=lambda row: row.name)
+@pytest.mark.parametrize("variant", ["mha", "gqa", "latent"])
+def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
+    head = next(name for name in row.heads if name.endswith(("ForConditionalGeneration", "MTModel")))
+    model = row.model(head, variant)
+    sources, choices = token_ids(2, 9), token_ids(2, 3, 4)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    choices[0, 1, 2:] = choices[1, 2] = -100  # a shorter choice, and one that is not there
+    starts = torch.full_like(choices[..., :1], 2)
+    read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
+    batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
+    with torch.no_grad():
+        found = choice_log_probabilities(model, batch)
+        assert found.shape == (2, 3) and found[1, 2] == -torch.inf
+        for i, j in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+            ids = choices[i, j][choices[i, j] >= 0]
+            read = torch.cat([torch.tensor([2]), ids[:-1]])
+            length = int(mask[i].sum())
+            logits = model(input_ids=sources[i : i + 1, :length], decoder_input_ids=read[None]).logits[0]
+            expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum()
+            assert_close(found[i, j], expected, atol=1e-4, rtol=1e-4)
+
+
+# Multiple choice
+
+
+def questions(count=16):
+    """The animal is right, among one to three others."""
+    for i in range(count):
+        others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
+        place = i % (len(others) + 1)
+        choices = [*others[:place], ANIMALS[i % 4], *others[place:]]
+        yield {"context": "A man sees it.", "question": "What is it?", "choices": choices, "answer": "ABCD"[place]}
+
+
+@pytest.fixture
+def flags(tmp_path, writer):
+    rows = list(questions())
+    unanswered = [{name: value for name, value in row.items() if name != "answer"} for row in rows]
+    for name, chosen in (("train", rows), ("dev", rows[::2]), ("test", unanswered)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+
+    def make(*more, model=writer, out="out", batch=4):
+        argv = [model, "--output_dir", tmp_path / out, "--max_length", 48, "--cpu", "--disable_tqdm"]
+        argv += ["--per_device_train_batch_size", batch, "--learning_rate", "1e-2"]
+        for name, split in (("train", "train"), ("validation", "dev"), ("test", "test")):
+            argv += [f"--{name}_file", tmp_path / f"{split}.jsonl"]
+        return [str(each) for each in [*argv, *more]]
+
+    return make
+
+
+@pytest.fixture
+def choose(flags, tmp_path):
+    def call(*more, out="out", **given):
+        argv = flags(*more, out=out, **given)
+        return run_multiple_choice.main(run_multiple_choice.parse_args(argv)), tmp_path / out
+
+    return call
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
+    source = make_writer(kind, TEXT, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "gqa", 2)
+    results, out = choose("--num_train_epochs", 15, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
+    assert results["eval_accuracy"] > 0.9 and results["worded"] is True
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    assert model.config.num_key_value_heads == 2
+    for row, said in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
+        listed = " ".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=False))
+        inputs = tokenizer(rf"What is it? \n {listed} \n A man sees it.", return_tensors="pt")
+        found = []
+        for choice in row["choices"]:
+            labels = tokenizer(text_target=choice, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                found.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
+        assert said["probabilities"] == pytest.approx(np.exp(log_softmax(found)), abs=1e-4)
+        assert said["choice"] == row["choices"][int(np.argmax(found))]
+    scored = lines_of(out / "predictions_dev.jsonl")
+    losses = [-np.log(row["probabilities"]["ABCD".index(row["answer"])]) for row in scored]
+    assert results["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
+    again, _ = choose("--num_train_epochs", 0, model=out, out="again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
+
+
+@pytest.mark.thorough
+def test_a_resumed_run_ends_with_the_same_bits(choose):
+    flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
+    whole, out = choose(*flags, "--checkpointing_steps", 3)
+    resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.thorough
+def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_path):
+    more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
+    expected, out = choose(*more, batch=8)
+    statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
+    assert statuses == [0, 0], output
+    results = json.loads((tmp_path / "two/all_results.json").read_text())
+    for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
+        assert results[name] == pytest.approx(expected[name], rel=1e-4), name
+    one, two = (lines_of(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
+    assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
+
+
+def test_models_of_several_languages_raise_an_error(choose, tmp_path):
+    folder = tmp_path / "mbart"
+    folder.mkdir()
+    TOKENIZERS["mbart50"](folder).save_pretrained(folder)
+    sizes = {f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    config = MBartConfig(vocab_size=200, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
+    MBartForConditionalGeneration(config).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"encoder-decoder for one language such as T5 or BART, got .*\(mbart\)"):
+        choose(model=folder)
+
+
+# SuperGLUE
+
+
+@pytest.fixture
+def run(writer, tmp_path):
+    def call(task, *flags, model=writer, out="out"):
+        folder = tmp_path / TASKS[task].folder
+        if not folder.exists():
+            write_superglue(folder, task, 8)
+        argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
+        argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--cpu", "--disable_tqdm", *flags]
+        return run_superglue.main(run_superglue.parse_args([str(each) for each in argv])), tmp_path / out
+
+    return call
+
+
+# By default one whose answers are labels, and the two whose rows have several.
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow) for task in TASKS],
+)
+def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog, task):
+    results, out = run(task, "--max_train_steps", 2, "--group_by_length")
+    spec = TASKS[task]
+    assert results["task_name"] == task and results["worded"] is True
+    assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
+    assert results["eval_loss"] > 0 and "same tokens" not in caplog.text
+    test, dev = (lines_of(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
+    assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
+    assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
+    again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
+    assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
+
+
+@pytest.mark.thorough
+def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
+    _, out = run("cb", "--max_train_steps", 6)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+        inputs = tokenizer(f"cb hypothesis: {row['hypothesis']} premise: {row['premise']}", return_tensors="pt")
+        found = {}
+        for label in ("entailment", "contradiction", "neutral"):
+            labels = tokenizer(text_target=label, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                found[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
+        assert said == {"idx": row["idx"], "label": min(found, key=found.get)}
