@@ -73,10 +73,10 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
     heads = config.num_attention_heads, query_heads_there(config, prefix)
-    defaults = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)} if not prefix else {}
+    defaults: dict[str, tuple[Any, ...]] = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)}
     for name in TALKING_FIELDS[1:]:
         value = getattr(config, prefix + name)
-        if value is not None and value not in defaults.get(name, ()):
+        if value is not None and (prefix or value not in defaults[name]):
             raise ValueError(f"`{prefix}{name}` needs `{prefix}{KIND}`; got {value!r} without it.")
 
 
