@@ -82,8 +82,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
         own = _metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
-        history.has_all_terms = False
-        return history
+        history.has_all_terms, own = False, {}
     if "license" in own:
         history.metadata = {name: value for name, value in history.metadata.items() if name not in TERMS}
     history.metadata |= own
@@ -91,15 +90,12 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
 
 
 def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
-    """Return the history of a checkpoint that something is to be made of.
+    """Return the history of the checkpoint that a run starts from; an error becomes one of its `problems`.
 
     Args:
-        model_name_or_path: a folder, or a Hub id, of which only the files that tell are downloaded; None: there is
-            none, the model is new.
-        is_resumed: whether a run in this very folder goes on, whose results may lie there.
-
-    Returns:
-        Its history; `problems` says what of it could not be had. No error: a model is trained without it as well.
+        model_name_or_path: a folder, or a Hub id, of which only the files with a history are downloaded; None: there
+            is none, the model is new.
+        is_resumed: whether a run in this very folder is resumed, whose results may be there.
     """
     if model_name_or_path is None:
         return ModelHistory()
@@ -109,20 +105,18 @@ def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: boo
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    found: list[Path] = []
-    missing: list[str] = []
+    found, missing = ModelHistory(), list[str]()
     for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
         try:
             # Once the Hub could not be reached, each further try would take as long as that one.
-            local = bool(missing)
-            found.append(Path(hf_hub_download(str(model_name_or_path), name, local_files_only=local)))
+            path = hf_hub_download(str(model_name_or_path), name, local_files_only=bool(missing))
+            found = read_history(Path(path).parent)
         except Exception as error:  # of the Hub, the connection or the disk: each has errors of its own
             if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
                 missing.append(name)
-    history = read_history(found[0].parent) if found else ModelHistory()
     if missing:
-        history.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be had from the Hub.")
-    return history
+        found.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be had from the Hub.")
+    return found
 
 
 def write_history(folder: Path, history: ModelHistory) -> None:

@@ -96,18 +96,18 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Fill a checkpoint's card.
+    """Return the model card of a checkpoint.
 
     Args:
         folder: the checkpoint.
-        repo_id: the repository that it is for, as the usage example names it.
-        options: what the folder does not say.
-        history: the folder's, where it was read before.
+        repo_id: the repository that the example on the card loads.
+        options: what no file of the folder says.
+        history: that of the folder, if it was read before.
 
     Raises:
         OSError: if there is no config.json.
-        ValueError: if the metadata of the folder's README.md, which may hold a licence, cannot be read, or an option
-            is wrong. What else cannot be read is not told.
+        ValueError: if the metadata of the folder's README.md, which may hold a license, cannot be read, an option is
+            wrong, or a report holds a value of another type.
     """
     options = options or CardOptions()
     config = read_config(folder)
@@ -118,7 +118,8 @@ def model_card(
     variant, facts = _variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
-    evaluations = [_evaluation(row) for row in options.evaluations]
+    with as_value_error("evaluations must be a list, each with the fields of huggingface_hub.EvalResult", ValueError):
+        evaluations = [EvalResult(**row) for row in options.evaluations]
     with as_value_error(f"a report in {folder} holds a value that a model card cannot show", ValueError):
         steps = without_local_paths(history.steps)
         # The model that the first step started from: a later one may have started from an earlier push of this model.
@@ -263,11 +264,6 @@ def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _evaluation(row: Mapping[str, Any]) -> EvalResult:
-    with as_value_error("an evaluation must have the fields of huggingface_hub.EvalResult", ValueError):
-        return EvalResult(**row)
 
 
 def _datasets(steps: Sequence[Step]) -> list[str] | None:

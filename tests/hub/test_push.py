@@ -318,9 +318,7 @@ def test_paths_of_this_machine_are_shortened_and_names_are_not():
     }
 
 
-def test_a_card_of_ones_own_takes_no_flags_of_a_generated_one(folder, tmp_path):
+def test_a_card_of_ones_own_is_the_whole_card(folder, tmp_path):
     (tmp_path / "card.md").write_text("# mine")
     argv = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--card", str(tmp_path / "card.md"), "--dry_run"]
     assert command.main(command.parse_args(argv)).card.strip() == "# mine"
-    with pytest.raises(ValueError, match="--card gives the whole card: --license is for a generated one"):
-        command.main(command.parse_args([*argv, "--license", "mit"]))
