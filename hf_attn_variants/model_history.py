@@ -59,8 +59,8 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     """Read the history of the model in a folder; what cannot be read is left out and named in `problems`.
 
     Args:
-        folder: of the model. A report of a step that model_history.json tells already is no further step.
-        with_training: whether all_results.json tells of a step; not where its run is to go on.
+        folder: of the model. A report of a step that model_history.json has already is not a further step.
+        with_training: whether all_results.json is a step; it is not if its run is resumed.
     """
     history = ModelHistory()
     found = _read_or_note(folder / HISTORY_NAME, history.problems)
@@ -93,8 +93,8 @@ def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: boo
     """Return the history of the checkpoint that a run starts from; an error becomes one of its `problems`.
 
     Args:
-        model_name_or_path: a folder, or a Hub id, of which only the files with a history are downloaded; None: there
-            is none, the model is new.
+        model_name_or_path: a folder, or a Hub id, of which only the files with a history are downloaded; None: the
+            model is new.
         is_resumed: whether a run in this very folder is resumed, whose results may be there.
     """
     if model_name_or_path is None:
@@ -191,11 +191,11 @@ def _metadata(given: Any) -> dict[str, Any]:
 
 
 def _names(value: Any) -> str | list[str] | None:
-    """Return a text, or a list of texts; None for anything else."""
+    """Return a text, or a list of texts; None for anything else. YAML reads the language "no" as False."""
     if isinstance(value, list):
-        names = [each for each in map(_names, value) if isinstance(each, str)]
-        return names if len(names) == len(value) else None
-    return "no" if value is False else _one_line(value) if isinstance(value, str) else None  # YAML reads "no" as False
+        names = ["no" if each is False else _one_line(each) for each in value]
+        return names if all(isinstance(each, str) for each in names) else None
+    return "no" if value is False else _one_line(value) if isinstance(value, str) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -70,7 +70,7 @@ TASK_TAGS = {*PIPELINE_TAGS.values(), "sentence-similarity", "summarization", "t
 
 @dataclass(frozen=True)
 class CardOptions:
-    """What a card says that the checkpoint's folder does not.
+    """Values on a model card that no file of the checkpoint's folder has.
 
     Args:
         base_model: Hub id of the model it was made from; None = what the reports say.
@@ -181,9 +181,10 @@ def _metadata(
 
 
 def write_card(folder: Path) -> bool:
-    """Write the card of a model into its folder, for a repository of the folder's name; say whether it was written.
+    """Write the card of a model into its folder, for a repository of the folder's name, unless it has a README.md.
 
-    A README.md that lies there stays.
+    Returns:
+        Whether it was written.
 
     Raises:
         OSError: if it cannot be written.
@@ -214,7 +215,7 @@ def _signed(text: str) -> str:
 
 
 def is_untouched(text: str) -> bool:
-    """Say whether a card is one that `model_card` made and nobody edited since."""
+    """Return whether `model_card` made a card and nobody has edited it since."""
     match = MARK_PATTERN.search(text)
     return match is not None and _digest(text[: match.start()].rstrip() + "\n") == match[1]
 

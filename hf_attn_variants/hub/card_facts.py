@@ -1,4 +1,4 @@
-"""Facts about a variant, for its model card; `templates/model_card.md` has the sentences."""
+"""The facts about a variant on its model card; `templates/model_card.md` has the sentences."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict
 def is_exact(variant: Any, steps: Sequence[Step]) -> bool:
     """Return whether the last conversion changed no output: it cached inputs instead of keys and values, no more.
 
-    The steps do not name patterns and kernels, so there may be none.
+    A variant with a pattern or a kernel never counts, because the steps do not name these.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]

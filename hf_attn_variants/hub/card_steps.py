@@ -1,4 +1,4 @@
-"""Facts about the steps that made a model, for its card; `templates/model_card.md` has the sentences."""
+"""The facts about the steps that made a model on its card; `templates/model_card.md` has the sentences."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What names a place on the machine that a run was made on, or lets somebody in, taken out before it leaves that."""
+"""Removal of local paths, passwords and tokens from values that leave the machine."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def without_local_paths(value: Any, name: str = "", is_report: bool = True) -> A
 
 
 def shared_content(path: Path, is_report: bool) -> bytes | None:
-    """Return what of a JSON file goes to the Hub; None = the file as it is.
+    """Return the content of a JSON file for the Hub; None = the file goes there unchanged.
 
     Args:
         path: the file.

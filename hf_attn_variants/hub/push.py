@@ -65,7 +65,7 @@ AGAIN = "Then repeat the command: it sends only files that are missing, and make
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What would go up.
+    """The files and the card that a push would upload.
 
     Args:
         folder: the checkpoint.
@@ -122,7 +122,7 @@ def plan_push(
     """Check a checkpoint folder and say what of it would go up; nothing is sent.
 
     Args:
-        folder: config.json, safetensors weights, the code files that it names, and what lies beside them.
+        folder: config.json, safetensors weights, the code files that it names, and further files.
         repo_id: "user/name", or "name".
         card_options: what the generated card says beyond the folder.
         card: the text of a card to use instead of a generated one.
@@ -193,7 +193,7 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
 
 
 def full_repo_id(repo_id: str, api: HfApi) -> str:
-    """Return "user/name"; a name alone gets the account of the client's token.
+    """Return "user/name"; a name without an account gets that of the client's token.
 
     Raises:
         OSError: if the Hub has to be asked and does not accept the token, or cannot be reached.

@@ -14,7 +14,7 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
     """Check before a training that its model can be pushed after it.
 
     Args:
-        output_dir: the folder that the model will lie in; its name is the repository's where none is given.
+        output_dir: the folder for the model; its name is the default of the repository's.
         hub_model_id: the repository, user/name.
         private: whether it is to be private.
         token: instead of the stored one.
