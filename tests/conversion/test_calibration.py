@@ -18,8 +18,7 @@ from hf_attn_variants.conversion.calibration import fitting
 from hf_attn_variants.conversion.calibration import methods as calibrated
 from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.methods import Aligned, Calibrated
-from hf_attn_variants.hub.card_steps import step_sections
-from hf_attn_variants.model_history import read_history
+from hf_attn_variants.hub.card import model_card
 
 pytestmark = pytest.mark.cross_product
 
@@ -374,4 +373,4 @@ def test_refusals():
 
 
 def _told(folder):
-    return step_sections(read_history(folder).steps, None)[0]["sentence"]
+    return str(model_card(folder, "me/x"))

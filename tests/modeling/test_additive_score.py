@@ -11,7 +11,7 @@ from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card_text import summary
+from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import score_parts
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
@@ -250,7 +250,7 @@ def test_additive_cross_attention_generates_through_its_cache(row, beams):
     assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
-def test_scores_by_place_are_checked_and_named():
+def test_scores_by_place_are_checked_and_named(tmp_path):
     assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
     for fields, message in (
         ({"cross_score_function": "dot"}, "`cross_score_function` must be"),
@@ -273,8 +273,8 @@ def test_scores_by_place_are_checked_and_named():
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
     assert score_parts(T5.config(**ADDITIVE), both) == ["additive scores"]
     assert score_parts(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
-    text = summary(T5.config(**PLACES["encoder_"]), both, "T5", None, ())
-    assert "additive scores in the encoder's attention" in text
+    T5.config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
+    assert "and additive scores in the encoder's attention, as" in str(model_card(tmp_path, "me/x"))
     with pytest.raises(ValueError, match="`cross_score_function`"):
         convert(T5.model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
     with pytest.raises(ValueError, match="cross_score_function="):

@@ -15,7 +15,7 @@ from torch import nn
 from hf_attn_variants import convert
 from hf_attn_variants.export.ctranslate2_fields import check_has_form
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card_text import size_rows, summary
+from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import cost_table
 from hf_attn_variants.inspection.counting import attention_parameters, kv_cache_bytes, kv_cache_bytes_per_token
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
@@ -335,10 +335,8 @@ def test_flops_cards_and_tables_say_it(tmp_path):
     expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
     found = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
     assert found == expected
-    fields = ("num_key_value_heads", "encoder_num_key_value_heads")
-    assert ("numbers of a value head", str(SMALL)) in size_rows(table, model.config, fields)
-    text = summary(model.config, fields, "AttnVariantT5ForConditionalGeneration", None, ())
-    assert f"and {SMALL} numbers of a value head, as" in text
+    text = str(model_card(tmp_path, "me/x"))
+    assert f"| numbers of a value head | {SMALL} |" in text and f"and {SMALL} numbers of a value head, as" in text
 
 
 @EVERY_ROW
