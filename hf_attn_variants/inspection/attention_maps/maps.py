@@ -1,7 +1,4 @@
-"""Attention maps of a model on one text, per layer and head, before and after the talking-heads projections.
-
-Letters as in `softmax_attention`.
-"""
+"""Attention maps of a model on one text, before and after talking heads. Letters as in `softmax_attention`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ...modeling.attention import attention_interface
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.fields.variant_config import can_cache
-from ...modeling.mechanisms.talking_heads import PROJECTIONS
+from ...modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
 from ...modeling.ops.reach import TransientGlobal
 from ...modeling.ops.softmax_attention import attention_with_weights
 from ...modeling.ops.variant_attention import VariantAttention
@@ -140,33 +137,28 @@ def _model_inputs(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
 ) -> tuple[dict[str, torch.Tensor], str | None, bool]:
     """Return the arguments of the model, the text that a decoder reads, and whether a text was cut."""
-
-    def encode(text: str, name: str) -> tuple[dict[str, torch.Tensor], bool]:
-        if not text.strip() or not is_unicode(text):
-            raise ValueError(f"`{name}` is empty or not Unicode text, got {text!r:.80}.")
-        batch = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt").to(model.device)
-        if not batch["input_ids"].shape[1]:
-            raise ValueError(f"`{name}` must have tokens, got {text!r:.80}.")
-        is_cut = len(tokenizer(text)["input_ids"]) > max_length
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}, is_cut
-
-    inputs, is_cut = encode(text, "text")
+    encoded, is_cut = {}, False
+    for name, each in (("text", text), ("target_text", target_text)):
+        if each is not None:
+            if not is_unicode(each) or not each.strip() or not (length := len(tokenizer(each)["input_ids"])):
+                raise ValueError(f"`{name}` is empty or not Unicode text, got {each!r:.80}.")
+            encoded[name] = tokenizer(each, truncation=True, max_length=max_length, return_tensors="pt")
+            is_cut |= length > max_length
+    inputs = {name: encoded["text"][name].to(model.device) for name in ("input_ids", "attention_mask")}
     if not hasattr(model.base_model, "decoder"):
         return inputs, None, is_cut
     if target_text is not None:
-        encoded, target_is_cut = encode(target_text, "target_text")
-        target = encoded["input_ids"]
+        target = encoded["target_text"]["input_ids"].to(model.device)
     elif model.can_generate():
         options: dict[str, Any] = {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
         with limits_of_the_call(model):
             target = model.generate(**inputs, **options, use_cache=can_cache(model.config))[:, 1:]
-        target_is_cut = target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
+        is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:
         raise ValueError(f"`target_text` is needed, because {type(model).__name__} does not generate.")
     start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
-    inputs["decoder_input_ids"] = torch.cat([start, target[:, :-1]], dim=1)
-    return inputs, target_text, is_cut or target_is_cut
+    return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
@@ -175,13 +167,10 @@ def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return str(tokenizer.convert_ids_to_tokens(token)) if not text or "\N{REPLACEMENT CHARACTER}" in text else text
 
 
-Call = tuple[AttentionSite, Any, list[Stage]]
-
-
 @contextmanager
-def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[Call]]:
+def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
     """Yield a list that gets each call of an attention: its site, module, and stages before the last one."""
-    calls: list[Call] = []
+    calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
     hooks = [
         module.get_submodule(site.core).register_forward_pre_hook(
             lambda core, inputs, site=site: calls.append((site, core, []))
@@ -208,13 +197,13 @@ def _mixing_stages(
     """Yield the stages of a call with talking heads, except the weights that the model returns."""
     logits_proj, score, heads = options["logits_proj"], options["score"], query.shape[1]
     reads_keys = _reads(heads, key.shape[1])
-    without_weights_proj = options | dict.fromkeys(("weights_proj", "x2w", "m2w"))
+    without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
     if logits_proj is not None:
         repeated = key.repeat_interleave(heads // key.shape[1], dim=1)
         logits = options["scaling"] * query @ repeated.mT if score is None else score(query, key)  # [1, h_k, n, m]
-        rules = {"binm,ij->bjnm": logits_proj, "binm,bnij->bjnm": options["x2l"], "binm,bmij->bjnm": options["m2l"]}
+        rules = {"binm,ij->bjnm": logits_proj, "binm,bnij->bjnm": options[X2L], "binm,bmij->bjnm": options[M2L]}
         terms = [torch.einsum(rule, logits, matrix) for rule, matrix in rules.items() if matrix is not None]
         forbidden = (weights == 0).all(1)
         for name, maps in (("before", logits), ("after", torch.stack(terms).sum(0))):

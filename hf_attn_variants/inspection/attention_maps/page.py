@@ -13,9 +13,6 @@ from .maps import Projection, Stage, TextMaps
 
 __all__ = ["attention_page"]
 
-# One for each key/value head (Okabe and Ito, and two more), from the first one again after the last.
-KV_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#4D4D4D")
-
 
 def attention_page(maps: TextMaps, model_name: str) -> str:
     """Return the HTML page of the result of `attention_maps`, with the name of the model as its title."""
@@ -38,7 +35,6 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
     content |= {
         "targetIsOutput": maps.target_is_output,
         "isCut": maps.is_cut,
-        "kvColours": KV_COLOURS,
         "attentions": attentions,
     }
     data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # "<" could end the script element
