@@ -1,145 +1,123 @@
-"""Record what the package computes, as digests, to compare before and after a change that must change nothing.
+"""Record what the package computes, and compare it with an earlier record, to the bit.
 
-For every host with every mechanism that it takes: the names and shapes of its tensors, its outputs by "sdpa" and by
-"eager", the gradients of all parameters and the tokens that it generates, greedily and with beams. Then what
-conversions leave (weights, config.json, reports), and the help of all commands. Trainings: tests/golden.
+A change that must change nothing is shown by this comparison. The parts are:
 
-The same file runs on both trees, each with its own tests: PYTHONPATH says which.
+- `models`: outputs, gradients, attentions and generated tokens of every architecture with every mechanism.
+- `shared_memory`: generation after `share_memory`, with each form of its cache.
+- `quantized`: `quantize` with each path of an int8 product, and in bfloat16.
+- `conversions`: the folders that `convert` writes, for each method.
+- `trainings`: two steps of each training command, a resume from the first step, and the card of the result.
+- `exports`: checkpoints without this package, CTranslate2 models, and outputs of ONNX graphs.
+- `cards`: generated model cards of many histories; `--cards_dir` also writes their texts.
+- `tables` and `helps`: what `inspect` prints, and the help of all commands.
+
+Everything goes through console commands and public names, so that a record survives a change of the modules. The
+models, data and tables come from the `tests` folder of this checkout. If they have changed, run this file from a
+checkout of the commit that made the record, and name the new code by `--tree`.
+
+Digests depend on the order in which a processor adds numbers. They are equal between two runs on one type of
+processor, with the same versions of torch and Transformers and with one thread. The record states all of these.
 
 Example:
-    PYTHONPATH=OLD:OLD/tests python -m benchmarks.versions.recorded_outputs --output before.json
-    PYTHONPATH=.:tests python -m benchmarks.versions.recorded_outputs --output after.json --compare before.json
+    python -m benchmarks.versions.recorded_outputs --output build/after.json \\
+        --compare benchmarks/versions/results/recorded_outputs.json
 """
 
 import argparse
-import contextlib
-import hashlib
 import importlib
-import io
+import inspect
 import json
 import os
-import re
+import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-# What is another for each run, or each version.
-TEMPORARY = re.escape(tempfile.gettempdir()).encode() + rb"/[\w./-]+"
-VOLATILE = re.compile(rb'"(seconds|minutes|created|date|time[a-z_]*)": [0-9.]+|\d+(\.\d+)? s\b|' + TEMPORARY)
+ROOT = Path(__file__).resolve().parents[2]
+# Each part: its module in `recorded`, and its function.
+PARTS = {
+    "models": ("inference", "models"),
+    "shared_memory": ("inference", "shared_memory"),
+    "quantized": ("inference", "quantized"),
+    "conversions": ("commands", "conversions"),
+    "trainings": ("commands", "trainings"),
+    "exports": ("commands", "exports"),
+    "cards": ("cards", "cards"),
+    "tables": ("commands", "tables"),
+    "helps": ("commands", "helps"),
+}
 
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON with a digest for each thing")
-    parser.add_argument(
-        "--compare", type=Path, help="an earlier one: say what differs, and end with 1 if anything does"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file with the record")
+    parser.add_argument("--compare", type=Path, help="an earlier record; the exit status is 1 if an item differs")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose package is recorded")
+    parser.add_argument("--cards_dir", type=Path, help="a folder for the texts of the cards")
     return parser.parse_args()
 
 
-def digest(*things: Any) -> str:
-    """Return a digest of tensors, to the bit, and of what JSON can hold."""
-    found = hashlib.sha256()
-    for each in things:
-        if isinstance(each, torch.Tensor):
-            found.update(str(each.dtype).encode() + each.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(json.dumps(each, sort_keys=True, default=str).encode())
-    return found.hexdigest()[:16]
+def prepare_process(tree: Path) -> dict[str, Any]:
+    """Import the package of a tree without a network and with one thread; return what digests depend on."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100"}
+    sys.path.insert(0, str(tree.resolve()))
+    sys.path.append(str(ROOT / "tests"))
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    package = Path(importlib.import_module("hf_attn_variants").__file__ or "").parent
+    if package.parent != tree.resolve():
+        raise ImportError(f"Python imports the package from {package}, not from {tree}. Start in another directory.")
+    command = ["git", "log", "-1", "--format=%h", "--", "hf_attn_variants"]
+    code = subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout.strip()
+    rounding = importlib.import_module("fixtures.golden").machine()["rounding"]
+    return rounding | {"transformers": transformers.__version__, "code": code}
 
 
-def models() -> dict[str, str]:
-    """Return the digests of every host with every mechanism."""
-    repositories = importlib.import_module("fixtures.golden_repositories")
-    found = {}
-    for host, (row, head) in repositories.HOSTS.items():
-        for mechanism in repositories.MECHANISMS:
-            if repositories.takes(host, mechanism):
-                torch.manual_seed(0)
-                model, batch = row.model(head, **repositories.fields_of(host, mechanism)), row.batch(head)
-                found |= {f"{host}, {mechanism}, {name}": each for name, each in of_model(model, batch).items()}
-        print(host, flush=True)
-    return found
-
-
-def of_model(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the digests of one model on a batch."""
-    state = {name: list(each.shape) for name, each in model.state_dict().items()}
-    found = {"tensors": digest(state, *model.state_dict().values())}
-    for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found[implementation] = digest(model(**batch, use_cache=False).logits)
-        model.zero_grad()
-        model(**batch, use_cache=False).logits.float().square().mean().backward()
-        gradients = [(name, each.grad) for name, each in sorted(model.named_parameters()) if each.grad is not None]
-        found[f"{implementation}, gradients"] = digest(
-            [name for name, _ in gradients], *(each for _, each in gradients)
-        )
-    model.set_attn_implementation("sdpa")
-    decodes = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
-    if model.can_generate() and decodes and model.main_input_name == "input_ids":
-        inputs = {name: each for name, each in batch.items() if not name.startswith(("decoder_", "labels"))}
-        options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
-        for beams in (1, 3):
-            with torch.no_grad():
-                found[f"{beams} beams"] = digest(model.generate(**inputs, num_beams=beams, do_sample=False, **options))
-    return found
-
-
-def conversions() -> dict[str, str]:
-    """Return the digests of what conversions leave, but for the code and its version."""
-    made, found = importlib.import_module("fixtures.golden_conversions"), {}
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            (Path(folder) / "out").mkdir()
-            made.save_converted(Path(folder) / "out")
-            for path in sorted((Path(folder) / "out").rglob("*")):
-                if path.is_file() and path.suffix != ".py":
-                    text = VOLATILE.sub(b"", path.read_bytes())
-                    found[path.relative_to(Path(folder) / "out").as_posix()] = hashlib.sha256(text).hexdigest()[:16]
-        finally:
-            os.chdir(here)
-    return found
-
-
-def helps() -> dict[str, str]:
-    """Return the digests of all commands' help."""
-    commands, found = importlib.import_module("hf_attn_variants.cli").COMMANDS, {}
-    for name, (module, _) in commands.items():
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            importlib.import_module(module).parse_args(["--help"])
-        found[name] = digest(text.getvalue())
-    return found
-
-
-PARTS = {"models": models, "conversions": conversions, "helps": helps}
+def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Print the items of each part that differ, and return how many there are."""
+    number = 0
+    for part, records in after.items():
+        old = before.get(part, {})
+        for name in sorted({*old, *records}):
+            if (was := old.get(name, "missing")) != (now := records.get(name, "missing")):
+                print(f"{part}: {name}: {was} -> {now}")
+                number += 1
+        same = sum(records.get(name) == value for name, value in old.items())
+        print(f"{part}: {same} of {len(old)} items are equal, {len(old.keys() - records)} are missing", flush=True)
+    return number
 
 
 def main(args: argparse.Namespace) -> None:
     """Record, and compare with an earlier record."""
-    torch.set_num_threads(1)
-    found = {part: PARTS[part]() for part in args.parts}
-    args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for part, digests in found.items():
-        print(f"{part}: {len(digests)} digests")
-    if args.compare is None:
-        return
-    before, others = json.loads(args.compare.read_text(encoding="utf-8")), []
-    for part, digests in found.items():
-        old = before.get(part, {})
-        others += [f"{part}: {name}" for name in old if digests.get(name) != old[name]]
-        print(f"{part}: {sum(digests.get(name) == each for name, each in old.items())} of {len(old)} as before")
-    print("\n".join(others))
-    sys.exit(bool(others))
+    made_by, records = prepare_process(args.tree), dict[str, Any]()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for part in args.parts:
+        module, name = PARTS[part]
+        print(part, flush=True)
+        start = time.perf_counter()
+        try:
+            function = getattr(importlib.import_module(f"benchmarks.versions.recorded.{module}"), name)
+            records[part] = function(args.cards_dir) if inspect.signature(function).parameters else function()
+        except (ImportError, AttributeError) as error:  # the tree has no such name any more
+            records[part] = {"error": f"{type(error).__name__}: {error}"}
+            print(f"  {records[part]['error']}", flush=True)
+        print(f"{part}: {len(records[part])} items, {time.perf_counter() - start:.0f} s", flush=True)
+        args.output.write_text(json.dumps({"made by": made_by, **records}, indent=0) + "\n", encoding="utf-8")
+    if args.compare is not None:
+        before = json.loads(args.compare.read_text(encoding="utf-8"))
+        others = {
+            name: value for name, value in before["made by"].items() if name != "code" and made_by[name] != value
+        }
+        if others:
+            print(f"The earlier record was made with {others}, so that digests may differ for this reason.")
+        sys.exit(bool(compare(before, records)))
 
 
 if __name__ == "__main__":
