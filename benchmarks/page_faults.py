@@ -8,11 +8,12 @@ Allocators that keep memory (jemalloc, tcmalloc, glibc with the variables of `KE
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 resource: Any
@@ -27,12 +28,11 @@ __all__ = [
     "Watch",
     "bound",
     "has_few_faults",
-    "keep_memory",
     "memory_now",
     "summary",
     "usage_text",
 ]
-__all__ += ["way_now"]
+__all__ += ["watched_rounds", "way_now"]
 
 # With which glibc keeps memory: no block is so large that it is mapped by itself, and none is given back.
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -137,18 +137,30 @@ def _keeper() -> str | None:
     return next((name for name in KEEPERS if name in preloaded), None)
 
 
-def keep_memory() -> None:
-    """Start this process's command anew with the variables of `KEEPING`, unless it has them; does not return then.
+@contextmanager
+def watched_rounds(module: ModuleType) -> Iterator[dict[str, list[Usage]]]:
+    """Watch what the contestants take that `module._timed` runs.
 
-    Raises:
-        ValueError: where they would do nothing, or this is no command that was asked for it.
+    Args:
+        module: of the package; its `_timed` gets a dict of names and functions first.
+
+    Yields:
+        For each name the usage of each call of its function, those that warm up included.
     """
-    if way_now() == "kept":
-        return
-    if platform.libc_ver()[0] != "glibc":
-        raise ValueError("keeping memory is told to glibc, and this is another C library: preload jemalloc instead.")
-    if "--keep_memory" not in sys.orig_argv:
-        given = " ".join(f"{name}={value}" for name, value in KEEPING.items())
-        raise ValueError(f"a program that runs cannot be told to keep memory: start it with {given}.")
-    sys.stdout.flush()
-    os.execve(sys.executable, sys.orig_argv, os.environ | KEEPING)
+    timed = module._timed
+    found: dict[str, list[Usage]] = {}
+
+    def watched(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with Watch() as watch:
+                result = run(*args)
+            found.setdefault(name, []).append(watch.usage)
+            return result
+
+        return call
+
+    module._timed = lambda runs, *more: timed({name: watched(name, run) for name, run in runs.items()}, *more)
+    try:
+        yield found
+    finally:
+        module._timed = timed
