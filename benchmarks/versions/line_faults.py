@@ -103,7 +103,7 @@ class Measurement:
     def batches(self, file: str, line: int, excluded: set[str], earlier: str | None) -> tuple[int, list[list[str]]]:
         """Return how many tests execute a line, and batches of them; without any, of those of the matching folder.
 
-        The first batches have the fastest tests of each file. `earlier` comes first: it caught the fault before.
+        The first batches have the fastest tests of each file. `earlier`, which caught the fault before, is the first.
         """
         contexts = self.data.contexts_by_lineno(str(self.first / file)).get(line, [])
         names = {context.rsplit("|", 1)[0] for context in contexts} & self.seconds.keys()
@@ -119,7 +119,7 @@ class Measurement:
         batches: list[list[str]] = [[]]
         for *_, name in sorted(ordered, key=lambda row: (row[-1] != earlier, row)):
             total = sum(self.seconds[each] for each in batches[-1]) + self.seconds[name]
-            if batches[-1] and (len(batches[-1]) == MOST_TESTS or total > MOST_SECONDS):
+            if batches[-1] and (earlier in batches[-1] or len(batches[-1]) == MOST_TESTS or total > MOST_SECONDS):
                 batches.append([])
             batches[-1].append(name)
         by_file = [sorted(batch, key=lambda name: name.split("::")[0]) for batch in batches[:ROUNDS] if batch]
