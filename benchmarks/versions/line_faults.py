@@ -13,6 +13,7 @@ Example:
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import re
@@ -32,6 +33,7 @@ from benchmarks.versions.line_mutations import FOLDERS, PACKAGE, Fault, choose_f
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks/versions/results/line_faults.json"
 MOST_TESTS, MOST_SECONDS, ROUNDS, TIMEOUT = 40, 40.0, 3, 120
+PRELOADED = ["pytest", "torch", "transformers", "datasets", "transformers.models.t5.modeling_t5"]
 QUICK = ["-q", "-n", "0", "--tb=no", "-rfE", "-p", "no:cov"]
 
 
@@ -47,21 +49,32 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def pytest_process(copy: Path, arguments: list[str]) -> None:
+    """Run pytest in a copy and exit with its status; the process has been forked after the imports."""
+    import pytest
+
+    os.setsid()
+    log = os.open(f"{copy}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy), "COVERAGE_FILE": str(copy.parents[1] / "coverage.sqlite")}
+    sys.path[:] = [str(copy), *(entry for entry in sys.path if not Path(entry, PACKAGE).is_dir())]
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    sys.exit(pytest.main(["-p", "no:cacheprovider", f"--basetemp={copy}_tmp", *arguments]))
+
+
 def run_pytest(copy: Path, arguments: list[str], timeout: float | None = None) -> tuple[int | None, str]:
     """Run pytest in a copy and return its exit status (None after a timeout) with its output."""
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    environment |= {"COVERAGE_FILE": str(copy.parents[1] / "coverage.sqlite"), "HF_MODULES_CACHE": f"{copy}_modules"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={copy}_tmp", *arguments]
-    with open(f"{copy}.log", "w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(command, cwd=copy, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = None
-        log.seek(0)
-        return status, log.read()
+    process = multiprocessing.get_context("forkserver").Process(target=pytest_process, args=(copy, arguments))
+    process.start()
+    process.join(timeout)
+    status = process.exitcode
+    if status is None:
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    return status, Path(f"{copy}.log").read_text(encoding="utf-8", errors="replace")
 
 
 class Measurement:
@@ -215,6 +228,9 @@ def main(args: argparse.Namespace) -> int:
     """Try the faults, write the record and print it; return 1 if the comparison finds losses."""
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="line_faults_"))).resolve()
     (folder / "copies").mkdir(parents=True, exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     output = args.output or (folder / "line_faults.json" if args.compare else RECORD)
     print(f"copies and coverage are in {folder}; the record is {output}", flush=True)
     measurement = Measurement(folder, args.processes)
