@@ -79,7 +79,7 @@ def _refresh(source: Path, output: Path) -> float:
     """Write a repository with the current code; return the largest difference of outputs, relative to the largest."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    from ..conversion.checkpoint.reading import open_checkpoint
+    from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..conversion.checkpoint.source import read_config
     from ..hub.card import refreshed_card
     from ..hub.push import folder_files
@@ -112,7 +112,7 @@ def _refresh(source: Path, output: Path) -> float:
 
 
 def _loaded(model_class: Any, folder: Path) -> Any:
-    from ..conversion.checkpoint.loading import reading_checkpoint
+    from ..conversion.checkpoint.models import reading_checkpoint
 
     with reading_checkpoint(folder) as path:
         options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
