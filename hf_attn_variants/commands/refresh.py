@@ -79,8 +79,8 @@ def _refresh(source: Path, output: Path) -> float:
     """Write a repository with the current code; return the largest difference of outputs, relative to the largest."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..conversion.checkpoint.source import read_config
+    from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..hub.card import refreshed_card
     from ..hub.push import folder_files
     from ..modeling.travel import travelling_names
