@@ -115,7 +115,7 @@ def _flag(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
         flag["required"] = True
     kind = alternatives(annotation)[0]
     if kind is bool:
-        return {"action": "store_true", **flag, **({"default": False} if annotation is bool else {})}
+        return {"action": "store_true", **flag}
     if get_origin(kind) is tuple:
         return {"nargs": "+", "type": get_args(kind)[0], **flag}
     return {"type": kind, **flag}

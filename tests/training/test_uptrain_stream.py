@@ -199,6 +199,8 @@ def test_the_defaults_are_those_of_t5():
     others = settings_of(max_train_steps=3, optim="adamw", adafactor_scale_parameter=None)
     assert (others.adafactor_scale_parameter, others.max_grad_norm) == (False, 1.0)
     assert not settings_of(max_train_steps=3, adafactor_scale_parameter=False).adafactor_scale_parameter
+    flags = "m --objective span_corruption --train_file a.txt --validation_file b.txt --output_dir o"
+    assert uptrain.parse_args([*flags.split(), "--max_train_steps", "3"]).adafactor_scale_parameter
     rows = UptrainingSettings(model_name_or_path="t5", objective="mlm", output_dir="o", train_file=("a",))
     assert (rows.optim, rows.max_length, rows.lr_scheduler_type, rows.warmup_ratio) == ("adamw", 64, "linear", 0.05)
     assert (rows.trainable, rows.max_grad_norm, rows.lr_scheduler_kwargs) == ("attention", 1.0, {})
