@@ -4,7 +4,7 @@
 
 - `checkpoint`: folders, configurations and tensors, read and written;
 - `request` and `plan`: what the user asks, and what becomes of each attention (`attention_modules`);
-- `methods`: how heads are merged, by the weights alone (`attention_tensors`);
+- `methods`: how heads are merged from their weights (`attention_tensors`);
 - `calibration`: attentions fitted to text or audio, and the quality of the whole model (`quality`). A conversion
   without a calibration does not import it;
 - `writing` and `report`: the new tensors, the folder, and the report.

@@ -1,4 +1,4 @@
-"""What a user asks of a conversion, and whether the source can be given it."""
+"""The request of a user for a conversion, checked before anything is read, and the names of the methods."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -71,7 +71,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16
 
 @dataclass
 class ConversionRequest:
-    """What a user asks of a conversion; made only if it can be asked of some source."""
+    """The request of a user for a conversion. Creating it checks the arguments that no checkpoint is needed for."""
 
     num_key_value_heads: int | None
     asked_method: str | ConversionMethod | None

@@ -3,6 +3,7 @@
 import copy as copying
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,8 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     name = os.fspath(source)
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
-        yield os.path.expanduser(source)
+        with _held_mismatches() as reports:
+            yield os.path.expanduser(source)
     except (ValueError, OSError) as error:
         if name in str(error):
             raise
@@ -55,9 +57,44 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        if reports:
+            raise ValueError(f"{name}: its config.json does not fit its weights: {reports[0]}") from error
         # Two lines: huggingface_hub's first one names the field and its second one the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
+
+
+@contextmanager
+def _held_mismatches() -> Iterator[list[str]]:
+    """Hold transformers' tables of tensors that do not fit back until it is clear that this is no error.
+
+    Yields:
+        What they say of the first tensor of each.
+    """
+    reports: list[str] = []
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        line = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
+        if line is None:
+            return record.levelno >= level
+        reports.append(f"{line[1]}: {line[2].strip()}")
+        held.append(record)
+        return False
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    own, level = logger.level, logger.getEffectiveLevel()
+    logger.addFilter(hold)
+    if level > logging.WARNING:  # where only errors are shown
+        logger.setLevel(logging.INFO)  # of a logger that is at WARNING itself, transformers wants to know more
+    try:
+        yield reports
+    finally:
+        logger.removeFilter(hold)
+        logger.setLevel(own)
+    for record in held:
+        if record.levelno >= level:
+            logger.handle(record)
 
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
