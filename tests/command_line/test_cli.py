@@ -99,8 +99,8 @@ def test_help_and_docs_of_export_agree_on_what_keeps_fewer_heads(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "for CTranslate2, whose file keeps fewer heads and whose cache has all heads" in text
     table = (ROOT / "docs/export.md").read_text(encoding="utf-8")
-    assert "`export --to ctranslate2` | fewer heads in the file; all heads in the cache |" in table
-    assert "`export --to transformers` | the outputs; all heads again in file and cache |" in table
+    assert "| `ctranslate2` | fewer heads in the file; all heads in the cache |" in table
+    assert "| `transformers` | the outputs; all heads in file and cache |" in table
 
 
 def test_help_says_what_an_option_is_by_default(capsys):
