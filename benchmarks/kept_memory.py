@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.page_faults import KEEPERS, KEEPING, usage_text, way_now
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import KEEPERS, KEEPING, usage_text, way_now
 
 __all__ = [
     "MARK",

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_faults import memory_now
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 
 __all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
 

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
     "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
-    "refresh": ("hf_attn_variants.commands.refresh", "today's code into a repository of an older version"),
+    "refresh": ("hf_attn_variants.commands.refresh", "save a repository with the current code"),
 }
 
 # What the extra `train` installs, as it is imported and as it is called, and the commands that work without it.

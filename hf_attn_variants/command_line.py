@@ -14,7 +14,6 @@ __all__ = [
     "HOSTS",
     "CommandParser",
     "HelpFormatter",
-    "OnOrOff",
     "add_checkpoint_argument",
     "documentation",
     "nearest_name",
@@ -33,56 +32,39 @@ HOSTS = (
 NEAR = 0.7
 
 
-def _expand_home(value: Any) -> Any:
-    """Return a value that begins with ~/ as a path in the user's home folder, and others unchanged."""
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+class StoreOnce(argparse._StoreAction):
+    """A flag with a value or several, which does not replace its first value silently, as argparse does.
 
-
-class _Once:
-    """Of a flag's action: a second value does not take the place of the first in silence, as in argparse.
-
-    Two lists may have been meant to add up: they are an error. Of single values the last counts, so that flags behind
-    a script's own override these; a line says so.
+    Two lists may have been meant to add up, so the second one is an error. The second single value counts, so that
+    flags at the end override those of a script; a note is printed.
     """
-
-    dest: str
-    _parsed: tuple[argparse.Namespace, Any] | None = None
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
     ) -> None:
-        action: Any = super()
-        # The shell leaves the ~ of --flag=~/path as it is.
-        values = [_expand_home(each) for each in values] if isinstance(values, list) else _expand_home(values)
-        action.__call__(parser, namespace, values, flag)
-        value = getattr(namespace, self.dest)
-        is_second = self._parsed is not None and self._parsed[0] is namespace and self._parsed[1] != value
-        if flag is not None and is_second and isinstance(value, list):
-            parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
-        if flag is not None and is_second:  # the values themselves may be secrets
+        before = getattr(namespace, self.dest)
+        if flag is not None and before is not self.default and before != values:
+            if isinstance(values, list):
+                parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
             print(f"note: {flag} is given twice, with two values: the last one counts", file=sys.stderr)
-        self._parsed = (namespace, value)
-
-
-class StoreLast(_Once, argparse._StoreAction):
-    """A flag with a value, or several."""
-
-
-class OnOrOff(_Once, argparse.BooleanOptionalAction):
-    """--flag and --no-flag."""
+        super().__call__(parser, namespace, values, flag)
 
 
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them.
 
-    An error of a flag, a command or a choice that does not exist names the nearest one that does. A flag that is given
-    twice is told or refused (`_Once`).
+    An error about a flag, a command or a choice that does not exist names the nearest one that does.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
         for name in (None, "store"):
-            self.register("action", name, StoreLast)
+            self.register("action", name, StoreOnce)
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # The shell leaves the ~ of --flag=~/path unchanged.
+        is_path = action.type in (None, str) and text.startswith("~/")
+        return super()._get_value(action, os.path.expanduser(text) if is_path else text)
 
     def error(self, message: str) -> NoReturn:
         """End the process with the error, where to read more, and status 2."""
@@ -93,11 +75,10 @@ class CommandParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments:"):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             guesses = [nearest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
-        elif found := re.search(r" \(choose from (.*)\)", message):
-            given = re.search(r"invalid choice: '([^']*)'", message)
-            guesses = [nearest_name(given[1], found[1].replace("'", "").split(", "))] if given else []
-            message = message.replace(found[0], "") if any(guesses) else message
-        likely = list(dict.fromkeys(guess for guess in guesses if guess is not None))
+        elif found := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
+            guesses = [nearest_name(found[1], found[3].replace("'", "").split(", "))]
+            message = message.replace(found[2], "") if any(guesses) else message
+        likely = list(dict.fromkeys(filter(None, guesses)))
         return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
 
 

@@ -31,7 +31,6 @@ __all__ = [
     "PICKLE_SUFFIXES",
     "PICKLE_WEIGHTS_NAME",
     "PICTURES",
-    "REFRESH_PREFIX",
     "REPORT_NAME",
     "RESULTS_NAME",
     "RESULT_FILES",
@@ -39,7 +38,6 @@ __all__ = [
     "STATE_FILE",
     "TRACKER_FOLDERS",
     "TRAINING_LEFTOVERS",
-    "UNFINISHED_REFRESH",
     "WEIGHTS_NAME",
     "atomic_write",
     "check_disk_space",
@@ -75,10 +73,6 @@ CONFUSION_FILE = "confusion_matrix.png"  # of the dev rows; that of the test row
 BEST_MODEL_FILE = "best_model.safetensors"
 # While a model is written into a folder that was there, its config.json begins so: no loader takes it.
 NO_MODEL = b"This is no model: "
-# What `attn-variants refresh` keeps in a folder begins so. While it swaps files, the second holds the old and the new,
-# and config.json is no JSON.
-REFRESH_PREFIX = ".refresh-"
-UNFINISHED_REFRESH = f"{REFRESH_PREFIX}unfinished"
 # Of a training checkpoint.
 STATE_FILE = "train_state.json"
 # What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.

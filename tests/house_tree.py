@@ -14,6 +14,7 @@ PAGE = ROOT / "docs/architecture.md"
 # Rooms in the order in which they build on each other; other folders stand by their names.
 ROOMS = (
     "modeling",
+    "reference",
     "shared_memory",
     "quantization",
     "conversion",

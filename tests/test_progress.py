@@ -52,10 +52,12 @@ def test_the_switches_of_the_libraries_count(make, monkeypatch):
 
 
 def test_timings_show_theirs_by_the_same_rule(monkeypatch):
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
-    config = {"model_type": "bert", "vocab_size": 16, **sizes}
+    sizes = {"d_model": 8, "num_heads": 2, "d_kv": 4, "num_layers": 1, "d_ff": 8, "decoder_start_token_id": 0}
+    config = {"model_type": "t5", "vocab_size": 16, "is_encoder_decoder": True, **sizes}
     for shown in (True, False):
         monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
         with progress.no_progress_bars(not shown):
-            measure_speed(config, kv_heads=[1], talking_heads=False, batch_size=1, length=4, rounds=1)
+            measure_speed(
+                config, kv_heads=[1], talking_heads=False, batch_size=1, length=4, max_new_tokens=2, rounds=1
+            )
         assert ("timing" in stream.getvalue()) is shown

@@ -30,7 +30,7 @@ FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", "attn_variants")
 # The same of the rooms in modeling/; what stands beside them is below all.
 MODELING = ("beside", "ops", "mechanisms", "fields", "attention", "hosts")
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_LINES, MOST_FUNCTION_LINES = 800, 60
 # Triton kernels: parts of them would take 25 arguments each, and none has run on a GPU yet.
 LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
 
@@ -256,7 +256,7 @@ for name in {names!r}:
 
 
 def test_a_push_loads_nothing_that_fits_trains_or_draws(loaded_by):
-    unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.methods.", f"{PACKAGE}.training."]
+    unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.conversions.", f"{PACKAGE}.training."]
     loaded = loaded_by(f"{PACKAGE}.hub.push")
     assert not [each for each in loaded if f"{each}.".startswith((*unwanted, "matplotlib."))]
 

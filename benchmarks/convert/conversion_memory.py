@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_attn_variants.conversion.checkpoint.entries import TensorEntry
-from hf_attn_variants.conversion.checkpoint.writing import SafetensorsWriter, write_index
+from hf_attn_variants.conversion.checkpoint.tensor_files import SafetensorsWriter, TensorEntry, write_index
 from hf_attn_variants.conversion.report import package_versions
 from hf_attn_variants.files import atomic_write
 

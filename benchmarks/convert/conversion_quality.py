@@ -30,11 +30,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.convert.conversion_subjects import SUBJECTS
+from benchmarks.page_faults import memory_now
 from benchmarks.run_records import check_data_dir
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion.report import package_versions
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """examples:

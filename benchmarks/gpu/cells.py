@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from benchmarks.machine import machine
+from benchmarks.page_faults import Watch, memory_now
 from hf_attn_variants.files import atomic_write, load_json
-from hf_attn_variants.inspection.page_faults import Watch, memory_now
 
 # A part's exit status: all cells have a result; time is up; the device must be opened anew, by a new process.
 COMPLETE, UNFINISHED, DEVICE_LOST = 0, 3, 4

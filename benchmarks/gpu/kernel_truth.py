@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.cells import Cells, main, relative_error
 from hf_attn_variants.modeling.ops import triton_attention
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.reference import attention_core
+from hf_attn_variants.reference.talking_heads import attention_core
 
 DTYPES = ("float32", "bfloat16", "float16")
 LIMITS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}

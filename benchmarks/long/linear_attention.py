@@ -29,16 +29,16 @@ from transformers import BertConfig, BertModel
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.long.sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
-from hf_attn_variants.reference_linear import favor_features
+from hf_attn_variants.reference.linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
 # What a part is called in the report, where that is not its own name.

@@ -26,13 +26,13 @@ from transformers import LongT5Config, LongT5EncoderModel, PreTrainedModel, T5Co
 from benchmarks.convert.conversion_subjects import Translator
 from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.run_records import check_data_dir, write_rows
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.commands import uptrain as uptrain_command
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = ("encoder", "steps")

@@ -26,6 +26,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 import hf_attn_variants
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import (
     GLOBAL_TOKENS,
@@ -37,7 +38,6 @@ from benchmarks.speed.talking_heads_peers import (
     step_of,
 )
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.ops import window_blocks
 
 HEADS, HEAD_DIM = 12, 64

@@ -22,11 +22,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
 from hf_attn_variants.modeling.upstream import cache_name, cache_of
 

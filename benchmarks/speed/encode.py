@@ -1,4 +1,4 @@
-"""An encoder's pass, or a decoding, as `attn-variants benchmark` times it, with memory held both ways and one JSON.
+"""A forward pass of an encoder or a decoder as each variant, with memory held both ways and one JSON.
 
 Random weights; upstream's class and the variants in turn in one run, medians over the rounds.
 
@@ -10,6 +10,8 @@ Example:
 
 import argparse
 import json
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,14 @@ import transformers
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now, summary, usage_text, watched_rounds
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection import speed
 from hf_attn_variants.inspection.checkpoint_config import read_checkpoint_config
-from hf_attn_variants.inspection.page_faults import usage_text
-from hf_attn_variants.inspection.speed import measure_speed
+from hf_attn_variants.inspection.costs import variant_config
+from hf_attn_variants.inspection.counting import check_sizes
+from hf_attn_variants.inspection.speed import checked_models, timed_auto_class, timed_length
+from hf_attn_variants.inspection.timing import decoding_or_pass
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
 
@@ -35,6 +41,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--max_position_embeddings", type=int, help="give every model so many (default: its own)")
     parser.add_argument("--attention_window", type=int, nargs="+", help="time these windows, and no other variants")
+    parser.add_argument("--attention_kernel", nargs="+", help="time these kernels; hybrid with each window")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--run_name", default="encode_bert-base_cpu", help="the file's name")
@@ -50,19 +57,60 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     name, config = "BERT-base", transformers.BertConfig(**TINY if args.tiny else {}).to_dict()
     if args.model_name_or_path:
         name, config = Path(args.model_name_or_path).name, read_checkpoint_config(args.model_name_or_path)
-    options = {each: getattr(args, each) for each in ("batch_size", "length", "rounds", "max_position_embeddings")}
-    if args.attention_window:
-        options |= {"windows": args.attention_window, "kv_heads": [config["num_attention_heads"]]}
+    options: dict[str, Any] = {}
+    if args.attention_window or args.attention_kernel:
+        options = {"windows": args.attention_window or (), "kernels": args.attention_kernel or ()}
+        options |= {"kv_heads": [config["num_attention_heads"]]}
         options |= {"talking_heads": False, "latents": False}
-    table = measure_speed(config, name, **options)
+    if args.max_position_embeddings:
+        config["max_position_embeddings"] = args.max_position_embeddings
+    table = measure_passes(config, args.batch_size, args.length, args.rounds, **options)
     arguments = {key: value for key, value in vars(args).items() if key not in (*NOT_SHOWN, "model_name_or_path")}
-    report = {"arguments": arguments} | table.to_dict() | {"machine": machine("cpu")}
+    report = {"arguments": arguments, "checkpoint": name} | table | {"machine": machine("cpu"), "memory": memory_now()}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(args.output_dir / f"{args.run_name}.json", json.dumps(report, indent=1) + "\n")
-    for row in table.rows:
-        took = usage_text(row.usage)
-        print(f"{row.name:15s} {row.milliseconds:8.1f} ms {row.speedup:5.2f}x | {took}", flush=True)
+    for row in table["rows"]:
+        took = usage_text(row["usage"])
+        print(f"{row['name']:15s} {row['milliseconds']:8.1f} ms {row['speedup']:5.2f}x | {took}", flush=True)
     return report
+
+
+def measure_passes(
+    config: Mapping[str, Any], batch_size: int, length: int | None, rounds: int, **options: Any
+) -> dict[str, Any]:
+    """Time a forward pass of each variant of a model that does not generate from an encoder, on the CPU.
+
+    Args:
+        config: of the checkpoint (config.json).
+        batch_size: sequences at once.
+        length: tokens of each, or positions of audio; None: 128, for a Whisper its window.
+        rounds: timings of each variant, of which the median counts.
+        options: of `checked_models`, which chooses the variants.
+
+    Returns:
+        The rows, the baseline first, with what they hold for, as JSON values.
+
+    Raises:
+        ValueError: as for `measure_speed`.
+    """
+    check_sizes(batch_size=batch_size, length=length, rounds=rounds)
+    current = variant_config(config)
+    auto_class = timed_auto_class(config, current)
+    length = timed_length(length, current, auto_class)
+    models = checked_models(config, **options)
+    with torch.no_grad(), watched_rounds(speed) as usages:
+        runs = {name: decoding_or_pass(model, batch_size, length, None) for name, (_, model) in models.items()}
+        times = speed._timed(runs, rounds, "cpu")
+    rows: list[dict[str, Any]] = []
+    for name, found in times.items():
+        each = [1e3 * end for _, end in found]
+        row = {"name": name, "fields": models[name][0], "milliseconds": statistics.median(each)}
+        row |= {"all_milliseconds": each, "tokens_per_second": batch_size * length / row["milliseconds"] * 1e3}
+        baseline = rows[0]["milliseconds"] if rows else row["milliseconds"]
+        row |= {"speedup": baseline / row["milliseconds"], "usage": summary(usages[name][1:])}
+        rows.append(row)
+    made = {"architecture": current.auto_classes[auto_class], "work": "forward", "batch_size": batch_size}
+    return made | {"length": length, "dtype": "float32", "device": "cpu", "rows": rows}
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_attn_variants
 from benchmarks import machine as machines
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
+from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.

@@ -17,9 +17,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.kept_memory import run
+from benchmarks.page_faults import summary, watched_rounds, way_now
 from benchmarks.speed.decode import MARIANS, SHAPES
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
-from hf_attn_variants.inspection.page_faults import way_now
+from hf_attn_variants.serving import measure as serving
 from hf_attn_variants.serving.measure import advice, measure_serving
 
 WHISPERS = {
@@ -67,20 +68,22 @@ def config_of(shape: str) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, length: int, beams: int) -> dict:
     """Return the times of one size in milliseconds, the peaks in bytes, and the advice."""
-    table = measure_serving(
-        config,
-        checkpoint=args.shape,
-        kv_heads=args.num_key_value_heads,
-        batch_size=batch_size,
-        length=length,
-        max_new_tokens=args.max_new_tokens,
-        num_beams=None if args.shape in ENCODERS else beams,
-        rounds=args.rounds,
-        compiles=args.compile,
-        variants=list(map(json.loads, args.variants)),
-        engines=args.engines,
-        peak_memory=not args.no_peak_memory and way_now() == "glibc",  # in kept memory a peak says what was kept
-    )
+    with watched_rounds(serving) as usages:
+        table = measure_serving(
+            config,
+            checkpoint=args.shape,
+            kv_heads=args.num_key_value_heads,
+            batch_size=batch_size,
+            length=length,
+            max_new_tokens=args.max_new_tokens,
+            num_beams=None if args.shape in ENCODERS else beams,
+            rounds=args.rounds,
+            compiles=args.compile,
+            variants=list(map(json.loads, args.variants)),
+            engines=args.engines,
+            peak_memory=not args.no_peak_memory and way_now() == "glibc",  # in kept memory a peak says what was kept
+        )
+    calls = 1 if args.shape in ENCODERS else 2  # a round that generates has a second call, for the first token
     rows = {row.engine.name: row for row in table.rows}
     return {
         "batch_size": batch_size,
@@ -90,7 +93,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         "all_milliseconds": {name: row.all_milliseconds for name, row in rows.items()},
         "first_milliseconds": {name: row.first_milliseconds for name, row in rows.items()},
         "peak_bytes": {name: row.peak_bytes for name, row in rows.items()},
-        "usage": {"milliseconds": {name: row.usage for name, row in rows.items()}},
+        "usage": {"milliseconds": {name: summary(usages[name][calls::calls]) for name in rows}},
         "advice": advice(table),
     }
 

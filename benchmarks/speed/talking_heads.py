@@ -27,12 +27,12 @@ from tqdm import tqdm
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.speed.talking_heads_layers import measure_layers, measure_training_steps, peer_version
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, make_inputs, make_peers, make_step
 from benchmarks.speed.talking_heads_report import plot, tables, targets
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.ops import triton_attention
 
 RESULTS = Path(__file__).parent / "results"

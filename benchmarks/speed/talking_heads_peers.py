@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_attn_variants.inspection.page_faults import Usage, Watch, summary
+from benchmarks.page_faults import Usage, Watch, summary
 from hf_attn_variants.inspection.speed import order_of_round
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel

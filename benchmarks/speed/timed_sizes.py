@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument
 from benchmarks.machine import machine
+from benchmarks.page_faults import memory_now
 from benchmarks.speed.decode import MARIANS, SHAPES
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 
 Row = dict[str, Any]
 

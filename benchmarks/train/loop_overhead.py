@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.training.classification.evaluation import classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,

@@ -113,7 +113,9 @@ def main(args: argparse.Namespace) -> None:
     if args.compare is not None:
         before = json.loads(args.compare.read_text(encoding="utf-8"))
         others = {
-            name: value for name, value in before["made by"].items() if name != "code" and made_by[name] != value
+            name: value
+            for name, value in before["made by"].items()
+            if name in made_by and name != "code" and made_by[name] != value
         }
         if others:
             print(f"The earlier record was made with {others}, so that digests may differ for this reason.")

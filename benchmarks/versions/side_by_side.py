@@ -146,8 +146,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Time both, print the median of the pairs' ratios with its middle half, and return the report."""
     # Not at the file's top: a process with an earlier commit reads it, and that has other files.
     from benchmarks.machine import machine
+    from benchmarks.page_faults import memory_now
     from hf_attn_variants.files import atomic_write
-    from hf_attn_variants.inspection.page_faults import memory_now
 
     with tempfile.TemporaryDirectory() as stage:
         old = Path(stage) / "before"

@@ -36,9 +36,6 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 KEPT = FOLDER / "repositories"
 OLDEST = (5, 15)
-# Kept repositories whose code transformers has outgrown, and the last minor that they are right under: `attn-variants
-# refresh` is for them.
-OUTGROWN = {"0.1.0, kept": (5, 23)}
 # Of the largest logit: float32 in another order of summation.
 TOLERANCE = 1e-5
 # After each piece of a text that is read through it (`PIECES` of the worker).
@@ -59,9 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs"
     )
-    parser.add_argument(
-        "--check", action="store_true", help="end with status 1 unless all are the same, or known to be outgrown"
-    )
+    parser.add_argument("--check", action="store_true", help="end with status 1 unless all are the same")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     return parser.parse_args()
 
@@ -102,12 +97,6 @@ def is_same(row: dict[str, Any]) -> bool:
         return False
     lengths = row.get("cache_lengths", CACHE_LENGTHS)
     return lengths == CACHE_LENGTHS and all(row.get(f"same_{name}", True) for name in ("greedy", "tokens"))
-
-
-def is_expected(row: dict[str, Any]) -> bool:
-    """Say whether a repository is as it should be: the same, or saved by code that is known to be outgrown."""
-    last = OUTGROWN.get(row["saved_by"])
-    return is_same(row) or (last is not None and Version(row["loaded_with"]).release[:2] > last)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -216,4 +205,4 @@ if __name__ == "__main__":
     asked = parse_args()
     matrix = main(asked)
     print(table(matrix))
-    sys.exit(int(asked.check and not all(map(is_expected, matrix["rows"]))))
+    sys.exit(int(asked.check and not all(map(is_same, matrix["rows"]))))

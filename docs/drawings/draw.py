@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hf_attn_variants import reference_patterns
+from hf_attn_variants.reference import patterns as formulas
 
 QUERY, KEY, VALUE, WEIGHT, PLAIN = "#9ecbff", "#ffcf8a", "#9fe0b0", "#d9c2f5", "#d0d7de"
 GREY, INK = "#77818c", "#14191f"
@@ -129,11 +129,11 @@ def talking_heads() -> Drawing:
 def patterns() -> Drawing:
     """Which of 16 tokens each of them reads; summaries, and what one half of split heads reads, in another colour."""
     n, cell, across = 16, 11, 5
-    window = partial(reference_patterns.keys_in_window, window=4)
-    stride = partial(reference_patterns.keys_by_stride, stride=4)
-    fixed = partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=1)
-    drawn = partial(reference_patterns.keys_in_random_blocks, block=2, random=1, seed=1)
-    block = partial(reference_patterns.keys_in_local_block, block=4)
+    window = partial(formulas.keys_in_window, window=4)
+    stride = partial(formulas.keys_by_stride, stride=4)
+    fixed = partial(formulas.keys_of_fixed_pattern, block=4, summary=1)
+    drawn = partial(formulas.keys_in_random_blocks, block=2, random=1, seed=1)
+    block = partial(formulas.keys_in_local_block, block=4)
     panels: list[tuple[str, list[Callable[[int, int], list[int]]], int, int]] = [
         ("sliding_window, 1 global", [window], 1, 0),
         ("sliding_window, causal", [partial(window, causal=True)], 0, 0),
@@ -152,7 +152,7 @@ def patterns() -> Drawing:
         left, top = 4 + panel % across * (size + 14), 26 + panel // across * (size + 36)
         d.text(left + size / 2, top - 8, title, 13)
         d.box(left, top, size, size, "#eef1f4")
-        masks = [reference_patterns.pattern_mask(n, keys, global_tokens=global_tokens) for keys in parts]
+        masks = [formulas.pattern_mask(n, keys, global_tokens=global_tokens) for keys in parts]
         step = size / (summaries + n * bool(masks))  # a column
         for i in range(n):
             fills = [KEY] * summaries

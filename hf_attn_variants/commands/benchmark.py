@@ -17,29 +17,23 @@ __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
 examples:
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 \\
-      --length 128
   attn-variants benchmark ./t5-small --batch_size 32 --length 1024 \\
       --num_key_value_heads 8 2 1 --json
   attn-variants benchmark ./t5-small --batch_size 8 --length 1024 \\
       --num_beams 4 --max_new_tokens 64
-  attn-variants benchmark ./t5-small --serving --keep_memory --batch_size 4 \\
-      --length 512 --num_beams 4 --plot t5-serving.png
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 \\
-      --length 4096 --max_position_embeddings 4096 --num_key_value_heads 12 \\
-      --no_talking_heads --attention_window 256 --attention_kernel hedgehog
+  attn-variants benchmark ./t5-small --serving --batch_size 4 --length 512 \\
+      --num_beams 4 --plot t5-serving.png
 
-Reads config.json alone: weights are random, and do not matter for speed. An encoder reads a batch; an encoder-decoder
-generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
-first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
-models are in memory at once. Nothing is timed unless our multi-head model with the weights of transformers' puts out
-the same (of an encoder-decoder: decodes the same eight tokens), and each model decodes through its cache what it
-decodes without.
+Reads only config.json: weights are random, because speed does not depend on them. An encoder-decoder generates from
+encoder outputs of the given length, without the time of the encoder. The first row is the class of Transformers (for a
+checkpoint of this package, its multi-head variant). All models are in memory at once. Before they are timed, our
+multi-head model with the weights of the Transformers model must decode the same eight tokens, and each model must
+decode the same with and without its cache.
 
---serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is, with
-`share_memory`, in int8 (`quantize`), with fewer key/value heads or other --variants, and CTranslate2 where that is
-installed and has a form for it, the encoder included; all are in memory at once. It measures the peak memory of each
-in a process of its own, and ends with one sentence: what to take."""
+--serving compares the ways to serve a model on this CPU, encoders included: the class of Transformers as it is, with
+`share_memory`, in int8 (`quantize`), with fewer key/value heads or other --variants, and CTranslate2 if it
+supports the model. All are in memory at once. It measures the peak memory of each in a process of its own, and
+recommends one."""
 
 PEAK = (
     "peak MiB: of a process with this engine alone, its libraries included, from when the model is loaded; in int8 "
@@ -51,8 +45,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = CommandParser(
         prog="attn-variants benchmark",
-        description="Time a checkpoint's architecture on this machine with fewer key/value heads, latents, talking "
-        "heads, windows and kernels, beside transformers' own class.",
+        description="Time how an encoder-decoder generates on this machine with fewer key/value heads, latents, "
+        "talking heads, windows and kernels, compared with the class of Transformers; or what to serve a model with.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
@@ -70,12 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="time these kernels; hybrid with each window",
     )
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
-    parser.add_argument(
-        "--length", type=int, help="tokens of each; encoder-decoders: of the source (128; Whisper: its window)"
-    )
-    parser.add_argument(
-        "--max_position_embeddings", type=int, help="give every model so many positions (default: the checkpoint's)"
-    )
+    parser.add_argument("--length", type=int, help="tokens of each source (128; Whisper: its window)")
     parser.add_argument(
         "--max_new_tokens", type=int, default=32, help="encoder-decoders: tokens to generate (%(default)s)"
     )
@@ -86,11 +75,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--keep_memory",
-        action="store_true",
-        help="start anew with memory kept, as jemalloc does, where glibc gives large blocks back and gets them anew",
-    )
     _add_serving_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
@@ -142,7 +126,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with a line where a flag is of the other question."""
-    others = ["attention_window", "attention_kernel", "max_position_embeddings", "no_talking_heads", "no_latents"]
+    others = ["attention_window", "attention_kernel", "no_talking_heads", "no_latents"]
     others = [name for name in others if getattr(args, name)]
     if args.serving and others:
         parser.error(f"--{others[0]} is not timed with --serving: leave one of the two out")
@@ -167,10 +151,6 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: for a checkpoint that cannot be read, or numbers that do not fit it.
     """
-    from ..inspection.page_faults import keep_memory
-
-    if args.keep_memory:
-        keep_memory()
     import torch
     import transformers
 
@@ -197,7 +177,6 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _print_conditions(args: argparse.Namespace, table: Any) -> None:
-    from ..inspection.page_faults import KEEPING
     from ..inspection.tables import print_text
 
     threads, load = table.machine["threads"], table.machine["load_average"]
@@ -205,9 +184,6 @@ def _print_conditions(args: argparse.Namespace, table: Any) -> None:
     print_text(
         f"Medians of {args.rounds} round{'s' * (args.rounds != 1)}; {threads} thread{'s' * (threads != 1)}{ended}."
     )
-    if "kept" not in table.memory and any(row.usage["few_faults"] is False for row in table.rows):
-        variables = " ".join(f"{name}={value}" for name, value in KEEPING.items())
-        print_text(f"Many page faults: memory is given back and got anew. With it kept: --keep_memory, or {variables}")
 
 
 def _serving(args: argparse.Namespace, config: Any) -> Any:
@@ -255,14 +231,13 @@ def _print_serving(table: Any) -> None:
 
     load, decodes = table.load, table.load.max_new_tokens is not None
     header = ["engine", "ms a batch", "tokens/s", "speed", *["ms to the first token"] * decodes, "peak MiB"]
-    header += ["page faults", "system ms"]
     rows = []
     for row in table.rows:
         cells = [row.engine.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
         if decodes:
             cells.append(f"{row.first_milliseconds:,.1f}")
         cells.append("" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}")
-        rows.append(cells + _usage_cells(row))
+        rows.append(cells)
     search = f", {load.max_new_tokens} new tokens, {_search(load.num_beams)}" if decodes else ""
     print_table(f"{table.checkpoint}, batch {load.batch_size}, length {load.length:,}{search}", header, rows)
 
@@ -271,32 +246,21 @@ def _search(num_beams: int) -> str:
     return "greedy" if num_beams == 1 else f"{num_beams} beams"
 
 
-def _usage_cells(row: Any) -> list[str]:
-    faults, system = row.usage["minor_faults"], row.usage["system_seconds"]
-    return ["", ""] if faults is None else [f"{faults:,.0f}", f"{1e3 * system:,.1f}"]
-
-
 def _print_rows(table: Any) -> None:
     from ..inspection.tables import print_table
 
-    of, measured = f"{table.length:,} tokens", "batch"
-    if table.work == "generate":
-        search = f"{table.max_new_tokens} new tokens, {_search(table.num_beams)}"
-        of, measured = f"source {table.length:,}, {search}", "generation"
-    what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}"
+    header = ["variant", "ms a generation", "tokens/s", "speed"]
     rows = [
         [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
         for row in table.rows
     ]
-    header = ["variant", f"ms a {measured}", "tokens/s", "speed"]
     if table.rows[0].step_milliseconds is not None:
         header += ["ms to the first token", "ms a further one"]
         for cells, row in zip(rows, table.rows, strict=True):
             cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
-    header += ["page faults", "system ms"]
-    for cells, row in zip(rows, table.rows, strict=True):
-        cells += _usage_cells(row)
-    print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
+    what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}, batch {table.batch_size}"
+    of = f"source {table.length:,}, {table.max_new_tokens} new tokens, {_search(table.num_beams)}"
+    print_table(f"{what}, {of}", header, rows)
 
 
 def _measured(args: argparse.Namespace, config: Any) -> Any:
@@ -316,9 +280,8 @@ def _measured(args: argparse.Namespace, config: Any) -> Any:
             kernels=args.attention_kernel,
             batch_size=args.batch_size,
             length=args.length,
-            max_position_embeddings=args.max_position_embeddings,
             max_new_tokens=args.max_new_tokens,
-            num_beams=args.num_beams,
+            num_beams=1 if args.num_beams is None else args.num_beams,
             rounds=args.rounds,
             dtype=args.dtype,
             device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),

@@ -8,7 +8,6 @@ from typing import Any
 from ..command_line import (
     HOSTS,
     CommandParser,
-    OnOrOff,
     add_checkpoint_argument,
     parse_with_checkpoint,
     program_name,
@@ -27,7 +26,6 @@ from ..conversion.calibration_settings import (
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..training.engine.options import parse_json
-from .hf_names import TRAINING_NAMES, check_names
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -90,7 +88,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         OSError: where the output folder cannot be made; before imports that take seconds.
     """
     parser = make_parser()
-    check_names(parser, argv, TRAINING_NAMES)
     args = parse_with_checkpoint(parser, argv)
     check_output_dir(args.output_dir)
     return args
@@ -240,7 +237,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     )
     group.add_argument(
         "--calibration_passages",
-        action=OnOrOff,
+        action=argparse.BooleanOptionalAction,
         help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, because "
         "the new heads fit long text only if they are fitted to some (default: yes, for single texts)",
     )
@@ -309,14 +306,16 @@ def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _be_quick(args: argparse.Namespace) -> None:
     """Set what a quick conversion takes less of, where it is not given."""
-    from ..conversion.methods import METHODS
+    from ..conversion.request import METHODS
 
     hears = args.calibration_audio_dir is not None
     if not hears and args.calibration_file is None:
         raise ValueError("--quick is of a calibration: give --calibration_file, or --calibration_audio_dir.")
     if args.calibration_size is None:
         args.calibration_size = QUICK_AUDIO_SIZE if hears else QUICK_SIZE
-    if args.fit_steps is None and (args.method is None or "fit_steps" in getattr(METHODS[args.method], "options", ())):
+    if args.fit_steps is None and (
+        args.method is None or "fit_steps" in getattr(METHODS[args.method](), "options", ())
+    ):
         args.fit_steps = 0
 
 
@@ -324,12 +323,12 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text, or find its audio, and draw the examples."""
     from ..conversion.calibration.audio import read_audio_calibration
     from ..conversion.calibration.texts import read_calibration
-    from ..conversion.methods import METHODS
-    from ..conversion.methods.base import CalibratedMethod
+    from ..conversion.methods import CalibratedMethod
+    from ..conversion.request import METHODS
 
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
-    method: Any = None if args.method is None else METHODS[args.method]
-    if given and method is not None and not issubclass(method, CalibratedMethod):
+    method = None if args.method is None else METHODS[args.method]()
+    if given and method is not None and not isinstance(method, CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
     settings = {name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in given}
     if args.calibration_audio_dir is not None:

@@ -17,7 +17,6 @@ from .convert import (
     add_calibration_arguments,
     read_calibration_arguments,
 )
-from .hf_names import TRAINING_NAMES, check_names
 
 __all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
 
@@ -82,7 +81,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
     parser.set_defaults(method=None, fit_steps=0)
-    check_names(parser, argv, TRAINING_NAMES)
     args = parse_with_checkpoint(parser, argv)
     _check(parser, args)
     return args

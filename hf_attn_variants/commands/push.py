@@ -16,7 +16,6 @@ example (--dry_run lists what would go up, and shows the card):
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
 
-MOST_TEXT_BYTES = 2**24  # of a card, or notes for one
 # The fields of `CardOptions`: what a generated card says.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
@@ -69,20 +68,14 @@ def main(args: argparse.Namespace) -> Any:
     """
     from huggingface_hub import HfApi
 
-    from ..files import atomic_write
+    from ..files import atomic_write, load_json
     from ..hub.card import CardOptions
     from ..hub.push import full_repo_id, plan_push, push_checkpoint
 
-    if args.card is not None:
-        given = [name for name in CARD_FLAGS if getattr(args, name) is not None]
-        if given:
-            raise ValueError(f"--card gives the whole card: --{given[0]} is for a generated one.")
-    read = {"notes": _read_text(args.notes), "evaluations": _read_evaluations(args.evaluations)}
+    evaluations = [] if args.evaluations is None else load_json(Path(args.evaluations).expanduser())
+    read: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
     options = CardOptions(**{name: read.get(name, getattr(args, name)) for name in CARD_FLAGS})
-    folder = Path(args.model_name_or_path).expanduser()
-    if not folder.is_dir():  # said before the Hub is asked for an account
-        raise FileNotFoundError(f"there is no checkpoint folder {args.model_name_or_path!r}.")
-    api = HfApi(token=args.token)
+    folder, api = Path(args.model_name_or_path).expanduser(), HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:
         repo_id = full_repo_id(repo_id, api)
@@ -103,25 +96,9 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_text(path: str | None) -> str | None:
-    from ..open_files import read_file
-
     if path is None:
         return None
     try:
-        return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
+        return Path(path).expanduser().read_text(encoding="utf-8").strip() + "\n"
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _read_evaluations(path: str | None) -> list[dict[str, Any]]:
-    if path is None:
-        return []
-    from ..files import parse_json
-
-    try:
-        values = parse_json(_read_text(path) or "")
-    except ValueError as error:
-        raise ValueError(f"--evaluations {path} is not JSON: {error}") from error
-    if not isinstance(values, list):
-        raise ValueError(f"--evaluations {path} must hold a list; got {type(values).__name__}.")
-    return values
+        raise ValueError(f"{path} must be UTF-8 text, got {error}.") from error

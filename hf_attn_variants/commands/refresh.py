@@ -1,81 +1,145 @@
 """The command `attn-variants refresh`."""
 
 import argparse
+import inspect
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
-from ..files import check_output_dir
+from ..files import CARD_NAME, CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-examples (what would change; in place, with a backup; a repository on the Hub,
-in one commit):
-  attn-variants refresh bert-gqa4 --dry_run
-  attn-variants refresh bert-gqa4
-  attn-variants refresh me/bert-gqa4 --push_to_hub
+examples (into a new folder; the same, and a push to the Hub in one commit):
+  attn-variants refresh bert-gqa4 --output_dir bert-gqa4-new
+  attn-variants refresh me/bert-gqa4 --output_dir bert-gqa4 --push_to_hub
 
-Weights, tokenizer and the fields of config.json stay to the byte. They are checked by the classes of this package; the
-repository's own code is not run unless --trust_remote_code is given."""
+The command loads the model with the classes of this package and saves it with their code. It then compares the outputs
+of the model before and after on random inputs. It does not run the old code."""
+TOKENS = 8
+TOLERANCE = 1e-4  # relative to the largest output
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`.
-
-    Raises:
-        OSError: where the output folder cannot be made; before imports that take seconds.
-    """
+    """Read the command line, or `argv`; raise OSError if the output folder cannot be made."""
     parser = CommandParser(
         prog="attn-variants refresh",
-        description="Put today's code into a repository that an older version of this package saved, so that it loads "
-        "under newer transformers.",
+        description="Save a repository of this package with the code of the installed version, so that it loads under "
+        "newer versions of Transformers. Weights, tokenizer and all other files stay as they are.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "the repository: a folder or a Hub id")
-    parser.add_argument("--output_dir", help="a new or empty folder (default: in place, with a backup, for a folder)")
-    parser.add_argument("--dry_run", action="store_true", help="check, say what would change, and write nothing")
-    parser.add_argument(
-        "--trust_remote_code",
-        action="store_true",
-        help="run the repository's old code too, in a process of its own, and refuse where outputs differ",
-    )
-    parser.add_argument("--revision", help="of a Hub id: branch, which is pushed to as well, tag or commit")
+    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id to read")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    push = parser.add_argument_group("push", "of a Hub id one commit of what changes; of a folder as `push` does")
-    push.add_argument("--push_to_hub", action="store_true", help="push what was refreshed")
-    push.add_argument(
-        "--hub_model_id", help="user/name (default: the Hub id, or the folder's name under your account)"
-    )
+    push = parser.add_argument_group("push", "to the main branch of a repository on the Hub, in one commit")
+    push.add_argument("--push_to_hub", action="store_true", help="push the new folder")
+    push.add_argument("--hub_model_id", help="user/name (default: the Hub id, or the new folder's name)")
     visibility = push.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
     visibility.add_argument("--public", action="store_true", help="the repository must be, or is made, public")
-    push.add_argument("--commit_message", help="of the one commit (default: the version of the code)")
     args = parse_with_checkpoint(parser, argv)
-    if args.output_dir is not None:
-        check_output_dir(args.output_dir)
+    check_output_dir(args.output_dir)
     return args
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Refresh, print a summary and return the `RefreshResult`.
+    """Refresh, and push if asked; return the `PushResult`, or without a push the new folder.
 
     Raises:
-        ValueError, OSError: as for `refresh_repository`.
+        ValueError: if the repository is not one of this package, or gives other outputs afterwards.
+        OSError: if a file is missing or cannot be written, or the Hub does not take the push.
     """
-    from ..hub.refresh import COMMIT_MESSAGE, refresh_repository
+    from ..conversion.checkpoint.source import local_folder, resolve_source
 
-    result = refresh_repository(
-        args.model_name_or_path,
-        args.output_dir,
-        dry_run=args.dry_run,
-        trust_remote_code=args.trust_remote_code,
-        push_to_hub=args.push_to_hub,
-        hub_model_id=args.hub_model_id,
-        private=True if args.private else False if args.public else None,
-        commit_message=args.commit_message or COMMIT_MESSAGE,
-        revision=args.revision,
-        token=args.token,
-    )
-    print(result.summary())
+    output, folder = Path(args.output_dir).expanduser(), local_folder(args.model_name_or_path)
+    source = resolve_source(args.model_name_or_path, args.revision, args.token)
+    difference = _refresh(source, check_output_dir(output, source=source))
+    print(f"Wrote {output}\nThe largest difference between outputs before and after is {difference:.1g}.")
+    if not args.push_to_hub:
+        return output
+    from huggingface_hub import HfApi
+
+    from ..hub.push import full_repo_id, plan_push, push_checkpoint
+
+    api, card = HfApi(token=args.token), output / CARD_NAME
+    name = args.hub_model_id or (args.model_name_or_path if folder is None else output.resolve().name)
+    text = card.read_text(encoding="utf-8") if card.is_file() else None
+    plan = plan_push(output, full_repo_id(name, api), card=text)
+    private = True if args.private else False if args.public else None
+    result = push_checkpoint(plan, private, commit_message="Refresh the code of hf_attn_variants", api=api)
+    print(f"{'Pushed to' if result.changed else 'Nothing new for'} {result.url}, commit {result.commit}")
     return result
+
+
+def _refresh(source: Path, output: Path) -> float:
+    """Write a repository with the current code; return the largest difference of outputs, relative to the largest."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    from ..conversion.checkpoint.source import read_config
+    from ..conversion.checkpoint.tensor_files import open_checkpoint
+    from ..hub.card import refreshed_card
+    from ..hub.push import folder_files
+    from ..modeling.travel import travelling_names
+    from ..registration import variant_model_class
+
+    config = read_config(source)
+    if not config["model_type"].startswith("attn_variant_") or not config.get("architectures"):
+        raise ValueError(f"{source} must be a repository of this package, got model type {config['model_type']!r}.")
+    model_class = variant_model_class(config["architectures"][0])
+    model = _loaded(model_class, source)
+    with open_checkpoint(source) as reader:
+        written = {CONFIG_NAME, CARD_NAME, *reader.files, *travelling_names()}
+    names = [name for name in folder_files(source)[0] if name not in written and "safetensors.index" not in name]
+    check_disk_space(output, model.get_memory_footprint() + sum((source / name).stat().st_size for name in names))
+    with staged_folder(output) as stage:
+        for name in names:
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, stage / name)
+        model.save_pretrained(stage)
+        if (source / CARD_NAME).is_file():
+            text = (source / CARD_NAME).read_text(encoding="utf-8")
+            (stage / CARD_NAME).write_text(refreshed_card(text) or text, encoding="utf-8")
+        remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
+        after = _loaded(get_class_from_dynamic_module(remote, str(stage)), stage)
+        difference = _difference(model, after)
+        if not difference <= TOLERANCE:
+            raise ValueError(f"{source}: outputs differ by {difference:.1g} after the refresh. Nothing was written.")
+    return difference
+
+
+def _loaded(model_class: Any, folder: Path) -> Any:
+    from ..conversion.checkpoint.models import reading_checkpoint
+
+    with reading_checkpoint(folder) as path:
+        options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        model, info = model_class.from_pretrained(path, **options)
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ValueError(f"The weights in {folder} must be those of {model_class.__name__}, got {wrong[0]} wrong.")
+    return model.eval()
+
+
+def _difference(model: Any, other: Any) -> float:
+    """Return the largest difference of two models' outputs on random inputs, relative to the largest output."""
+    import torch
+
+    config, name, generator = model.config, type(model).__name__, torch.Generator().manual_seed(0)
+    count = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+    words = torch.tensor([each for each in range(count) if each not in (config.pad_token_id, config.eos_token_id)])
+    ids = words[torch.randint(len(words), (2, TOKENS), generator=generator)]
+    if isinstance(config.eos_token_id, int):
+        ids[:, -1] = config.eos_token_id  # BART classifies by the state of its only end token
+    inputs = {"input_ids": ids[None] if name.endswith("ForMultipleChoice") else ids}
+    if model.main_input_name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs = {"input_features": torch.randn(shape, generator=generator).to(model.dtype)}
+    takes_target = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if takes_target and not name.endswith(("ForSequenceClassification", "ForQuestionAnswering")):
+        inputs["decoder_input_ids"] = ids
+    with torch.no_grad():
+        outputs = zip(model(**inputs).to_tuple(), other(**inputs).to_tuple(), strict=True)
+    pairs = [(a.float(), b.float()) for a, b in outputs if isinstance(a, torch.Tensor)]
+    return max(float((a - b).abs().max() / a.abs().max().clamp_min(1)) for a, b in pairs)

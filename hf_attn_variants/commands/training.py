@@ -1,16 +1,55 @@
-"""What the training commands share: settings from the command line, the training, and the push to the Hub."""
+"""The parts that the training commands share: flags made from settings, the training, and the push to the Hub."""
 
+import dataclasses
 import importlib
 import inspect
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ..training.engine.settings import TrainingSettings
-from .arguments import parse_settings, settings_parser
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..training.engine.options import alternatives, fields_by_group
+from ..training.engine.settings import NewModelSettings, TrainingSettings
 
-__all__ = ["train_and_push", "training_command"]
+__all__ = ["parse_settings", "settings_parser", "train_and_push", "training_command"]
+
+Parsed = TypeVar("Parsed", bound=TrainingSettings)
+
+
+def settings_parser(settings: type[TrainingSettings], script: str, description: str, epilog: str) -> ArgumentParser:
+    """Return the parser of a settings class: a flag for each field, a group of flags for each class.
+
+    Args:
+        settings: the class whose fields become flags.
+        script: the file in scripts/ that does the same, for `--help`.
+        description, epilog: the texts of `--help` above and below the flags.
+    """
+    parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
+    types = get_type_hints(settings)
+    for title, fields in fields_by_group(settings):
+        group = parser.add_argument_group(title)
+        for each in fields:
+            if each.name == "model_name_or_path":
+                add_checkpoint_argument(group, each.metadata["help"])
+            else:
+                group.add_argument(f"--{each.name}", **_flag(each, types[each.name]))
+    return parser
+
+
+def parse_settings(
+    settings: type[Parsed], argv: Sequence[str] | None, script: str, description: str, epilog: str
+) -> Parsed:
+    """Read a command line (None = that of the process) as settings; other arguments as for `settings_parser`.
+
+    A flag that is unknown, or has no value or a value of another type, ends the process with a line and status 2.
+
+    Raises:
+        ValueError: if a value is outside its range, or the settings do not go together.
+    """
+    parser = settings_parser(settings, script, description, epilog)
+    needs_checkpoint = not issubclass(settings, NewModelSettings)
+    return settings(**vars(parse_with_checkpoint(parser, argv, required=needs_checkpoint)))
 
 
 def training_command(
@@ -19,45 +58,39 @@ def training_command(
     """Make the `make_parser()`, the `parse_args(argv)` and the `main(settings)` of a training command.
 
     Args:
-        settings: what its flags are made from.
         trains: "module:name" below `training`, imported when the training starts: a `FineTuningTask`, or a function of
             the settings.
-        script, description, epilog: see `parse_settings`.
+        settings, script, description, epilog: those of `settings_parser`.
     """
 
     def make_parser() -> ArgumentParser:
-        """Return the parser of the command line, for those who ask which flags there are."""
+        """Return the parser of the command line."""
         return settings_parser(settings, script, description, epilog)
 
     def parse_args(argv: Sequence[str] | None = None) -> TrainingSettings:
-        """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
+        """Read the command line (`sys.argv` without an argument) as `parse_settings` does."""
         return parse_settings(settings, argv, script, description, epilog)
 
-    def main(settings: TrainingSettings) -> dict[str, Any]:
-        """Train, score, save and, where asked for, push; return and raise what the training does."""
-        module, name = trains.split(":")
-        found = getattr(importlib.import_module(f"..training.{module}", __package__), name)
-        if not inspect.isclass(found):
-            return train_and_push(settings, lambda: found(settings))
+    def main(settings: Any) -> dict[str, Any]:
+        """Train, score, save and, with `push_to_hub`, push; return and raise what the training does."""
         from ..training.engine.finetune import fine_tune
 
-        task: Any = found
-        return train_and_push(settings, lambda: fine_tune(task, settings))
+        module, name = trains.split(":")
+        found: Any = getattr(importlib.import_module(f"..training.{module}", __package__), name)
+        is_task = inspect.isclass(found)
+        return train_and_push(settings, lambda: fine_tune(found, settings) if is_task else found(settings))
 
     return make_parser, parse_args, main
 
 
 def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Train, and push the result where `push_to_hub` asks for it.
+    """Train and, with `push_to_hub`, push the result; return what `train` returns.
 
-    The main process pushes, at the very end, so that a push that fails loses nothing; the others need not wait for it,
-    and NCCL would not let them wait long.
-
-    Returns:
-        What `train` returns.
+    The main process pushes at the very end, so that a push that fails loses nothing. The other processes do not wait
+    for it, because NCCL would not let them wait long.
 
     Raises:
-        ValueError, OSError: as `train` does, or if the Hub would not take the model, or did not.
+        ValueError, OSError: as `train` does, or if the Hub refuses the model.
     """
     if not settings.push_to_hub:
         return train()
@@ -69,3 +102,20 @@ def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any
     if os.environ.get("RANK", "0") == "0":
         print(f"pushed to {trained.push_trained(*place)}")
     return results
+
+
+def _flag(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
+    """Return the keywords of `add_argument` for a field."""
+    flag = {name: value for name, value in each.metadata.items() if name not in ("range", "resume")}
+    if each.default_factory is not dataclasses.MISSING:
+        flag["default"] = each.default_factory()
+    elif each.default is not dataclasses.MISSING:
+        flag["default"] = each.default
+    else:
+        flag["required"] = True
+    kind = alternatives(annotation)[0]
+    if kind is bool:
+        return {"action": "store_true", **flag, **({"default": False} if annotation is bool else {})}
+    if get_origin(kind) is tuple:
+        return {"nargs": "+", "type": get_args(kind)[0], **flag}
+    return {"type": kind, **flag}

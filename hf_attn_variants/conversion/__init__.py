@@ -1,10 +1,13 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
-`convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections`, `latents`,
-`calibration_settings` and `quality` (which heads share, what an attention is made of, what it may be made from, the
-text, how near a model stays), `checkpoint` (tensors in and out), `calibration` (what attentions do on text, the fit to
-it, and the whole model on held-out text), `methods` (how heads merge, one file each), `attention_modules` and `plan`
-(what will be done, checked before any work), `report` (what is said of it), `conversions`.
+`conversions.convert` reads, plans, pools or fits, and writes. The modules, in the order of their use:
+
+- `checkpoint`: folders, configurations and tensors, read and written;
+- `request` and `plan`: what the user asks, and what becomes of each attention (`attention_modules`);
+- `methods`: how heads are merged, by the weights alone (`attention_tensors`);
+- `calibration`: attentions fitted to text or audio, and the quality of the whole model (`quality`). A conversion
+  without a calibration does not import it;
+- `writing` and `report`: the new tensors, the folder, and the report.
 """
 
 import importlib
@@ -13,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 # Imported when it is first used: whoever reads a checkpoint's folder needs none of the code that fits. No module here
 # may be called `convert`: it would take the function's place.
 _PLACES = {
-    "METHODS": "methods",
-    "AttentionTensors": "projections",
+    "METHODS": "request",
+    "AttentionTensors": "attention_tensors",
     "Calibration": "calibration_settings",
-    "ConversionMethod": "methods.base",
+    "ConversionMethod": "methods",
     "ConversionReport": "report",
-    "LayerContext": "methods.base",
+    "LayerContext": "methods",
     "LayerReport": "report",
     "convert": "conversions",
     "convert_checkpoint": "conversions",
@@ -52,14 +55,14 @@ def _found(name: str) -> Any:
 
 # A type checker that saw it would take any name for one that is here.
 if TYPE_CHECKING:
+    from .attention_tensors import AttentionTensors
     from .calibration.audio import read_audio_calibration
     from .calibration.texts import read_calibration
     from .calibration_settings import Calibration
     from .conversions import convert, convert_checkpoint, convert_model, load_converted
-    from .methods import METHODS
-    from .methods.base import ConversionMethod, LayerContext
-    from .projections import AttentionTensors
+    from .methods import ConversionMethod, LayerContext
     from .report import ConversionReport, LayerReport
+    from .request import METHODS
 else:
     __getattr__ = _found
 

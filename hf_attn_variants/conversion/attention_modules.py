@@ -1,5 +1,6 @@
-"""The attention modules of a checkpoint: what each one's tensors are called, and their shapes before and after."""
+"""The attention modules of a checkpoint: the names and shapes of their tensors before and after."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
 from ..modeling.mechanisms.latents import rank_of_map
-from .checkpoint.entries import TensorEntry
-from .grouping import HeadCounts
-from .projections import LATENT, AttentionTensors
-from .talking_heads import check_memory_terms
+from ..modeling.mechanisms.talking_heads import dynamic_terms
+from .attention_tensors import LATENT, AttentionTensors, HeadCounts
+from .checkpoint.tensor_files import TensorEntry
 
-__all__ = ["AttentionModule", "attention_modules"]
+__all__ = ["AttentionModule", "attention_modules", "check_nothing_missing", "check_other_shapes"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,27 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
         except ValueError as error:
             raise ValueError(f"`{field}`: {error}") from None
     if site.shares_latent and heads.rank_relation != "same":
-        check_memory_terms(site, source, target)
+        _check_memory_terms(site, source, target)
     return heads
+
+
+def _check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:
+    """Check that no input-dependent term is made from a latent that changes: another latent is another memory.
+
+    Args:
+        site: of attentions whose shared latent gets another rank.
+        source, target: the configurations before and after.
+
+    Raises:
+        ValueError: naming the terms.
+    """
+    dynamic = {name for config in (source, target) for name in dynamic_terms(config, site.place_prefix)}
+    terms = {name for name in dynamic if name.startswith("m")}
+    if terms:
+        raise ValueError(
+            f"`{site.rank_field}` cannot change where `talking_heads_dynamic` has {' and '.join(sorted(terms))}: such "
+            "terms are made from the latent that all layers share, and would be of another one."
+        )
 
 
 def _check_nothing_unclaimed(
@@ -224,3 +245,70 @@ def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[
         )
     if not entry.is_floating:
         raise ValueError(f"{name!r} has dtype {entry.dtype}; convert the unquantized checkpoint.")
+
+
+def check_other_shapes(
+    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
+) -> None:
+    """Refuse tensors of another shape than the configuration makes: the folder could not be loaded.
+
+    Args:
+        target: the converted model, on the meta device.
+        entries: every tensor of the source.
+        modules: the attentions, whose tensors the conversion makes.
+        wrong: the beginning of a message on the configuration.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
+    converted = {name for module in modules for name in module.tensors.values()}
+    prefix = f"{target.base_model_prefix}."
+    for name, entry in entries.items():
+        here = next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in shapes), None)
+        if here is not None and name not in converted and shapes[here] != tuple(entry.shape):
+            raise ValueError(
+                f"{wrong}: it makes {name!r} of shape {list(shapes[here])}, and the checkpoint's has "
+                f"{list(entry.shape)}."
+            )
+
+
+def check_nothing_missing(
+    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
+) -> None:
+    """Refuse a checkpoint that lacks a part of the model, which `from_pretrained` draws at random.
+
+    A missing head is warned of: people load checkpoints without it on purpose. BERT's pooler is often left out.
+
+    Args:
+        target, entries, modules, wrong: as for `check_other_shapes`. The tensors of `modules` are already checked.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    prefix = f"{target.base_model_prefix}."
+    # Of old BERTs, whose names transformers changes when it loads them.
+    new = {name for module in modules for name in (*module.new_tensors.values(), *module.projections)}
+    names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in {*entries, *new}}
+    names = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names}
+    names |= {prefix + name for name in names} | {name.removeprefix(prefix) for name in names}
+    ignored = [re.compile(pattern) for pattern in target._keys_to_ignore_on_load_missing or ()]
+    tied: dict[int, list[str]] = {}
+    for name, parameter in target.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    missing = [each[0] for each in tied.values() if not names.intersection(each)]
+    missing = [name for name in missing if "pooler" not in name and not any(each.search(name) for each in ignored)]
+    of_base = [name for name in missing if target.base_model is target or name.startswith(prefix)]
+    if of_base:
+        more = f" and {len(of_base) - 1} more" if len(of_base) > 1 else ""
+        raise ValueError(
+            f"{wrong}, or a part of the checkpoint is lost: it has no tensor {of_base[0]!r}{more}, and "
+            "`from_pretrained` would draw at random what is missing."
+        )
+    if missing:
+        logger.warning(
+            "the checkpoint has no %r, a part of %s: `from_pretrained` draws it at random, in the source and in the "
+            "converted model",
+            missing[0],
+            type(target).__name__,
+        )

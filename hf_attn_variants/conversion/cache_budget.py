@@ -22,7 +22,7 @@ import torch
 from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..registration import variant_config_class
 from .attention_modules import AttentionModule
-from .checkpoint.entries import TensorEntry, element_size
+from .checkpoint.tensor_files import TensorEntry, element_size
 from .plan import ConversionPlan
 
 __all__ = ["PROBE", "check_cache_bytes", "check_has_cache", "fields_within", "ranks_within"]

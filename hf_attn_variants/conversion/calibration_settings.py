@@ -27,6 +27,7 @@ __all__ = [
     "QUICK_AUDIO_SIZE",
     "QUICK_SIZE",
     "Calibration",
+    "CalibrationLike",
 ]
 
 # How many examples are drawn from a file, and from a folder of audio, where a Whisper's window has 1,500 positions.
@@ -258,3 +259,7 @@ def _check_unicode(name: str, texts: Sequence[str]) -> None:
 def _check_is_list(name: str, value: Any) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"`{name}` of a calibration must be a list; got a {type(value).__name__}.")
+
+
+# A calibration as a user gives it: texts, pairs of texts, the path of a text file, a table or a folder of audio.
+CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str | os.PathLike

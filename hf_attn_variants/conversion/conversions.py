@@ -1,4 +1,13 @@
-"""The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
+"""Conversion of a checkpoint folder into another, of a checkpoint into a model, or of a model into a model.
+
+Each of the three works in this order:
+
+1. read: the configuration and the tensors (`checkpoint`);
+2. plan: what the user asks (`request`), and the new heads, names and shapes of each attention (`plan`);
+3. pool or fit: with a calibration, attentions are fitted to it before anything is written (`calibration`); without,
+   a method pools the weights of each attention (`methods`) when it is written;
+4. write: one attention at a time (`writing`), then the report (`report`).
+"""
 
 import logging
 import os
@@ -6,7 +15,7 @@ import time
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -14,21 +23,22 @@ from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_history import ModelHistory, read_history, write_history
-from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings
-from .calibration.source_models import check_has_processor, load_processor, source_in_memory, source_of_folder
-from .calibration.texts import CalibrationLike, as_calibration
-from .checkpoint.in_memory import ModelReader, TensorSource, assemble
-from .checkpoint.loading import model_of_tensors
-from .checkpoint.reading import open_checkpoint
+from .calibration_settings import CalibrationLike
+from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
 from .checkpoint.source import read_config, resolve_source
-from .checkpoint_folder import generation_config, plan_folder
-from .converted_tensors import converted_tensors
-from .methods.base import ConversionMethod
+from .checkpoint.tensor_files import CheckpointReader, open_checkpoint
+from .methods import ConversionMethod
 from .plan import ConversionPlan
 from .positions import FIELDS, lengthen_tokenizer, with_positions
 from .quality import Quality, check_kept
 from .report import ConversionReport, conversion_report
 from .request import ConversionRequest
+from .writing import converted_tensors, generation_config, plan_folder
+
+if TYPE_CHECKING:
+    from .calibration.calibrate import CalibrationResult
+    from .calibration.source_models import SourceModel
+    from .calibration_settings import Calibration
 
 __all__ = ["check_conversion", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
@@ -138,16 +148,19 @@ def convert_model(
     reader = ModelReader(model)
     if of_positions := [name for name in FIELDS if fields.get(name) is not None]:
         raise ValueError(f"`{of_positions[0]}` is for a checkpoint: save the model, and convert its folder.")
-    calibration = as_calibration(calibration, seed)
-    if calibration is not None:
-        check_has_processor(calibration)
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
-    source = source_in_memory(reader, model)
+    source = None
+    if request.calibration is not None:
+        from .calibration.source_models import check_has_processor, source_in_memory
+
+        check_has_processor(request.calibration)
+        source = source_in_memory(reader, model)
     plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    calibrated = calibrate(plan, reader, source, calibration)
-    tensors = converted_tensors(plan, reader, calibrated.attentions)
+    fitted = _fitted(plan, reader, source, request.calibration)
+    tensors = converted_tensors(plan, reader, fitted.attentions if fitted else {})
     converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    check_kept(_quality(calibrated, converted), request.strict)
+    if fitted is not None:
+        check_kept(_quality(fitted, converted), request.strict)
     return converted
 
 
@@ -174,12 +187,13 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = with_positions(config, stored, fields)
-        source = source_of_folder(reader, folder, request.calibration)
+        source = _source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        calibrated = calibrate(plan, reader, source, request.calibration)
-        tensors = converted_tensors(plan, reader, calibrated.attentions)
+        fitted = _fitted(plan, reader, source, request.calibration)
+        tensors = converted_tensors(plan, reader, fitted.attentions if fitted else {})
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    check_kept(_quality(calibrated, model), request.strict)
+    if fitted is not None:
+        check_kept(_quality(fitted, model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -218,12 +232,12 @@ def convert_checkpoint(
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = with_positions(config, stored, fields)
-        source = source_of_folder(reader, folder, request.calibration)
+        source = _source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_travels, history))
-        calibrated = calibrate(plan, reader, source, request.calibration)
-        quality = _quality_of_files(plan, reader, calibrated, folder)
-        with new.written(calibrated.attentions) as (stage, layers):
+        fitted = _fitted(plan, reader, source, request.calibration)
+        quality = None if fitted is None else _quality_of_files(plan, reader, fitted, folder)
+        with new.written(fitted.attentions if fitted else {}) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -236,14 +250,15 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=calibration_settings(plan, calibrated.calibration),
+                calibration=_settings(plan, fitted),
                 matching_shares=request.matching_shares,
                 quality=quality,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
             write_history(stage, history)
-            check_kept(quality, request.strict, report)
+            if quality is not None:
+                check_kept(quality, request.strict, report)
     return report
 
 
@@ -271,27 +286,60 @@ def check_conversion(
         config, reader = with_positions(read_config(folder), stored, fields)
         plan = request.check(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced and request.calibration is not None and request.calibration.processor is None:
+        from .calibration.source_models import load_processor
+
         load_processor(folder, request.calibration)
 
 
 def _travels(history: ModelHistory, name: str) -> bool:
-    """Say whether a file goes along: all but the source's card. The history has its terms, if they can be read."""
+    """Return whether a file is copied: all except the original model's card, whose terms the history has if it can."""
     return name != CARD_NAME or not history.has_all_terms
 
 
-def _quality(calibrated: CalibrationResult, model: PreTrainedModel) -> Quality | None:
-    """Return how near a converted model is to its source; None where nothing was fitted."""
-    return None if calibrated.source_outputs is None else calibrated.source_outputs.compared_with(model)
+def _source_of_folder(
+    reader: CheckpointReader, folder: Path, calibration: "Calibration | None"
+) -> "SourceModel | None":
+    """Return the function that loads the original model for a calibration; None without one."""
+    if calibration is None:
+        return None
+    from .calibration.source_models import source_of_folder
+
+    return source_of_folder(reader, folder, calibration)
+
+
+def _fitted(
+    plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None", calibration: "Calibration | None"
+) -> "CalibrationResult | None":
+    """Fit the attentions to the calibration; return None without one."""
+    if calibration is None or source is None:
+        return None
+    from .calibration.calibrate import calibrate
+
+    return calibrate(plan, reader, source, calibration)
+
+
+def _settings(plan: ConversionPlan, fitted: "CalibrationResult | None") -> dict[str, Any] | None:
+    """Return the settings of the calibration for the report; None if nothing was fitted."""
+    if fitted is None or fitted.calibration is None:
+        return None
+    from .calibration.calibrate import calibration_settings
+
+    return calibration_settings(plan, fitted.calibration)
+
+
+def _quality(fitted: "CalibrationResult", model: PreTrainedModel) -> Quality | None:
+    """Return how near a converted model is to the original one; None if nothing was fitted."""
+    return None if fitted.source_outputs is None else fitted.source_outputs.compared_with(model)
 
 
 def _quality_of_files(
-    plan: ConversionPlan, reader: TensorSource, calibrated: CalibrationResult, folder: Path
+    plan: ConversionPlan, reader: TensorSource, fitted: "CalibrationResult", folder: Path
 ) -> Quality | None:
     """Return the quality of the model that a folder will hold."""
-    if calibrated.source_outputs is None:
+    if fitted.source_outputs is None:
         return None
-    tensors = converted_tensors(plan, reader, calibrated.attentions)
+    tensors = converted_tensors(plan, reader, fitted.attentions)
     # In float32, whatever the files hold: the tensors are rounded already.
     config = deepcopy(plan.config)
     model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-    return _quality(calibrated, model.to(calibrated.source_outputs.device))
+    return _quality(fitted, model.to(fitted.source_outputs.device))

@@ -1,8 +1,8 @@
-"""What a conversion will do, settled and checked before any work: configuration, heads, each attention's tensors."""
+"""The plan of a conversion: configuration, heads and tensors of each attention, checked before any work."""
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,43 +14,44 @@ from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
 from ..modeling.fields.field_table import FIELDS, row_of
-from ..modeling.fields.given_fields import quietly, without_same_size, wrong_name
+from ..modeling.fields.given_fields import without_same_size
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
-from ..modeling.mechanisms.talking_heads import KIND
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
+from ..modeling.mechanisms.talking_heads import (
+    KIND,
+    OUTPUT,
+    SOFTMAX,
+    projection_std,
+    talking_group,
+    talking_places,
+    talks,
+)
 from ..registration import variant_config_class, variant_model_class
-from .attention_modules import AttentionModule, attention_modules
-from .checkpoint.entries import TensorEntry
-from .grouping import repeat_heads
-from .latents import best_latent, on_latent, weight_forms
-from .methods.base import ConversionMethod, LayerContext
-from .other_tensors import check_nothing_missing, check_other_shapes
+from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
+from .attention_tensors import AttentionTensors, best_latent, on_latent, pool_key_value, repeat_heads, weight_forms
+from .checkpoint.tensor_files import TensorEntry
+from .methods import ConversionMethod, LayerContext
 from .positions import FIELDS as POSITION_FIELDS
-from .projections import AttentionTensors, pool_key_value
-from .talking_heads import check_not_talking_already, check_talking_kept, check_talking_used, drawn_projections
 
-__all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
+__all__ = [
+    "ConversionPlan",
+    "check_not_talking_already",
+    "check_talking_kept",
+    "check_talking_used",
+    "drawn_projections",
+    "initializer_std",
+    "make_plan",
+    "seeded_generator",
+    "why_not_calibrated",
+    "why_source_is_not_fitted",
+]
 
 # What a conversion can give beside heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of a source that no conversion can start from.
 UNCONVERTIBLE = {name: row.unconvertible for row in FIELDS if row.unconvertible for name in row.names}
-# What stands in Python for flags of the command.
-FLAGS = {
-    "calibration_file": "`calibration=`, the path or a list of texts",
-    "calibration_columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "columns": "`calibration=read_calibration(path, columns=...)` of `hf_attn_variants.conversion`",
-    "calibration_target_file": "`calibration=Calibration(texts, target_texts=...)`",
-    "calibration_audio_dir": "`calibration=Calibration(audio=...)`, a list of paths",
-    "calibration_size": "`calibration=` as many examples as are meant",
-    "fit_steps": "`calibration=Calibration(texts, fit_steps=...)`",
-    "max_length": "`calibration=Calibration(texts, max_length=...)`",
-    "source_lang": "`calibration=Calibration(texts, source_lang=...)`",
-    "target_lang": "`calibration=Calibration(texts, target_lang=...)`",
-    "quick": "few texts and no fit: `calibration=Calibration(texts[:384], fit_steps=0)`",
-}
 
 
 @dataclass(frozen=True)
@@ -213,19 +214,45 @@ def make_plan(
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
     with as_value_error(wrong):
-        with quietly():  # of the source, which was read above
-            new_config = _converted_config(config_class, source_config, dict(config), given)
+        new_config = _converted_config(config_class, source_config, dict(config), given)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
             new_config.dtype = dtype
         with torch.device("meta"):
-            source, target = model_class(source_config), model_class(new_config)
+            target = model_class(new_config)
     modules = attention_modules(target, source_config, entries)
     check_other_shapes(target, entries, modules, wrong)
-    check_nothing_missing(source, entries, wrong)
+    check_nothing_missing(target, entries, modules, wrong)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
     _check_layers_given(given, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
+
+
+def why_source_is_not_fitted(config: Any) -> str | None:
+    """Return why nothing can be fitted to what a source of this configuration computes; None where something can."""
+    if talks(config):
+        names = [name for name in config.talking_fields() if name.endswith(KIND)]
+        kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
+        what = f"the source has talking heads ({kind!r}), whose do not"
+        return f"it fits heads whose weights sum to one; {what}"
+    if has_kernel(config):
+        return "it fits to a softmax's outputs; the source has a kernel in its place"
+    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(config))
+    if learned := [each for each in patterns if each is not None and pattern_class(each).learned]:
+        return f"it fits to what reads tokens; the source's pattern {learned[0]!r} also reads what it makes of several"
+    return None
+
+
+def why_not_calibrated(plan: ConversionPlan) -> str | None:
+    """Return why no text can say how the plan's source is to be pooled; None where it can."""
+    if (reason := why_source_is_not_fitted(plan.source_config)) is not None:
+        return reason
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
+        return (
+            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
+        )
+    return None
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
@@ -270,10 +297,6 @@ def _check_fields(
         if name not in config_class.variant_fields():
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
-            if name in FLAGS:
-                raise ValueError(f"`{name}` is no argument of `convert`: give {FLAGS[name]}.")
-            if field is None and (reason := wrong_name(config_class, name)) is not None:
-                raise ValueError(reason)
             raise ValueError(
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
@@ -352,3 +375,103 @@ def _check_all_used(
             raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
     places = {module.site.place_prefix for module in modules}
     check_talking_used(name, given, config, places)
+
+
+def check_not_talking_already(config_class: Any, config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check that talking heads are not asked for where the source has them already, the same in all places.
+
+    Args:
+        config_class: the source's.
+        config: its config.json.
+        given: the fields to change.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    fields = config_class.talking_fields()
+    asked = [name for name in fields if name in given]
+    is_by_place = any(config.get(name) is not None for name in fields if row_of(name)[0])
+    if config.get(KIND) is not None and asked and not is_by_place:
+        raise _talking_already(config[KIND], asked)
+
+
+def check_talking_kept(source: Any, new: Any, given: Mapping[str, Any]) -> None:
+    """Check that the source's talking heads stay as they are, and that new ones change no tensor of the source.
+
+    Raises:
+        ValueError: if fields are given for heads that talk already, or heads of values, or of a T5's softmax, change.
+    """
+    asked = [name for name in source.talking_fields() if name in {*given, *(given.get("per_layer_values") or {})}]
+    pairs = {
+        (prefix, layer): (source.talking_heads_of(prefix, layer), new.talking_heads_of(prefix, layer))
+        for prefix in talking_places(source)
+        for layer in range(source.layer_count(prefix + KIND))
+    }
+    changed = {place for place, (old, now) in pairs.items() if old != now}
+    looked_at = [old.kind for place, (old, _) in pairs.items() if place in changed or not changed]
+    kinds = [kind for kind in looked_at if kind is not None]
+    if asked and kinds:
+        raise _talking_already(kinds[0], asked)
+    has_bias = hasattr(new, "relative_attention_num_buckets")
+    for (prefix, _), (old, now) in pairs.items():
+        if now.output != old.output:
+            raise ValueError(
+                f"a conversion keeps the value heads: the source has {old.output}, the new config "
+                f"{now.output} (`{_said(new, prefix, OUTPUT)}`, or "
+                f"`{_said(new, prefix, SOFTMAX)}` with P_l alone)."
+            )
+        if has_bias and prefix != "cross_" and now.softmax != old.softmax:
+            raise ValueError(
+                f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source "
+                f"has {old.softmax}, the new config {now.softmax} (`{_said(new, prefix, SOFTMAX)}`)."
+            )
+
+
+def _talking_already(kind: str, asked: list[str]) -> ValueError:
+    names = ", ".join(f"`{name}`" for name in asked)
+    return ValueError(
+        f"the source has talking heads already ({kind!r}); they are kept as they are: leave {names} out."
+    )
+
+
+def _said(config: Any, prefix: str, name: str) -> str:
+    """Return the field that gives a place its value: with the prefix of the place, or without one."""
+    return talking_group(config, prefix) + name
+
+
+def check_talking_used(name: str, given: Mapping[str, Any], config: Any, places: Collection[str]) -> None:
+    """Check that each field of talking heads that is given changes an attention.
+
+    Args:
+        name: of the model's class.
+        given: the fields to change.
+        config: the converted model's.
+        places: the prefixes of the attentions that it has.
+
+    Raises:
+        ValueError: for a field of attentions that it has none of, or without `talking_heads`.
+    """
+    for field in (field for field in config.talking_fields() if field in given):
+        prefix, _ = row_of(field)
+        if prefix and prefix not in places:
+            raise ValueError(f"`{field}` is of attentions that {name} does not have: leave it out.")
+        if field.endswith(KIND):
+            if not talks(config):
+                raise ValueError(f"nothing to convert: `{field}` is {given[field]!r}, and no heads talk.")
+        elif not talks(config, prefix or None):
+            raise ValueError(f"`{field}` is of talking heads: give `{prefix}talking_heads` as well.")
+
+
+def drawn_projections(
+    shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield new talking-heads parameters, as a new model initialises them (`AttentionVariantMixin.init_projections`).
+
+    Args:
+        shapes: of each, by its name in the checkpoint.
+        initialization: the attention's `talking_heads_init`.
+        generator: draws them.
+    """
+    for name, shape in shapes.items():
+        std = projection_std(name.rsplit(".", 1)[-1], shape, initialization)
+        yield name, torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)

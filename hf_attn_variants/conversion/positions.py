@@ -17,7 +17,7 @@ from ..model_history import read_json
 from ..modeling.fields.field_checks import check_size
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..registration import variant_config_class
-from .checkpoint.reading import CheckpointReader
+from .checkpoint.tensor_files import CheckpointReader
 
 __all__ = ["EXTENSIONS", "FIELDS", "lengthen_tokenizer", "with_positions"]
 

@@ -5,26 +5,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .attention_modules import AttentionModule
-from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
-from .calibration.calibrate import forms_on_text
-from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
-from .calibration.plan_checks import is_calibrated, why_not_calibrated
-from .calibration.source_models import SourceModel
-from .calibration.texts import CalibrationLike, as_calibration
-from .checkpoint.entries import TensorEntry
-from .checkpoint.in_memory import TensorSource
+from .attention_tensors import lost_by_rank, weight_forms
+from .calibration_settings import FIT_DEFAULTS, CalibrationLike
+from .checkpoint.models import TensorSource
 from .checkpoint.source import warn_of_own_code
-from .latents import lost_by_rank, weight_forms
-from .methods import resolve_method
-from .methods.base import ConversionMethod
-from .plan import ConversionPlan, make_plan
+from .checkpoint.tensor_files import TensorEntry
+from .methods import CalibratedMethod, ConversionMethod, FirstHead, MeanPooling, RandomHeads
+from .plan import ConversionPlan, make_plan, why_not_calibrated
 
-__all__ = ["DTYPES", "ConversionRequest", "checked_dtype"]
+if TYPE_CHECKING:
+    from .calibration.source_models import SourceModel
+    from .calibration_settings import Calibration
+
+__all__ = ["DTYPES", "METHODS", "ConversionRequest", "checked_dtype", "resolve_method"]
 
 logger = logging.getLogger(__name__)
 # What is lost without text, kept with it, and how to say that it is meant. The figures: docs/results_conversion.md
@@ -48,6 +46,26 @@ REPLACED = (
     'If weights alone are meant, say method="mean" (--method mean).',
 )
 HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
+
+
+def _aligned() -> ConversionMethod:
+    from .calibration.methods import Aligned
+
+    return Aligned()
+
+
+def _calibrated() -> ConversionMethod:
+    from .calibration.methods import Calibrated
+
+    return Calibrated()
+
+
+# The last two load the calibration only if they are used.
+METHODS: dict[str, Callable[[], ConversionMethod]] = {
+    **{method.name: method for method in (MeanPooling, FirstHead, RandomHeads)},
+    "aligned": _aligned,
+    "calibrated": _calibrated,
+}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -65,9 +83,11 @@ class ConversionRequest:
     def __post_init__(self) -> None:
         self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
         if self.kv_cache_bytes is not None:
+            from .cache_budget import check_cache_bytes
+
             asked = self.fields | {"num_key_value_heads": self.num_key_value_heads}
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
-        self.calibration = as_calibration(self.asked_calibration, self.seed)
+        self.calibration = _read_calibration(self.asked_calibration, self.seed)
         self.matching_layers = self.fields.pop("keep_matching_layers", None)
         self.matching_shares: list[float] | None = None
         self.strict = bool(self.fields.pop("strict", False))
@@ -82,9 +102,20 @@ class ConversionRequest:
         self.dtype = checked_dtype(self.asked_dtype)
 
     def plan(
-        self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
+        self,
+        config: dict[str, Any],
+        reader: TensorSource,
+        source: "SourceModel | None",
+        config_file: Path | None = None,
     ) -> ConversionPlan:
-        """Return the checked plan; warn where heads are averaged and nobody asked for that."""
+        """Return the checked plan; warn if heads are averaged and the user did not ask for that.
+
+        Args:
+            config: the original model's config.json.
+            reader: its tensors.
+            source: loads it for the calibration; None without a calibration.
+            config_file: the path of `config`, for messages.
+        """
         warn_of_own_code(config)
         entries = reader.entries
         fields = self._with_ranks(config, entries, config_file, partial(self._losses, reader, source))
@@ -135,10 +166,14 @@ class ConversionRequest:
         fields = self._with_ranks(config, entries, config_file, lambda _, modules: [torch.zeros(1) for _ in modules])
         plan = self._make_plan(config, entries, fields, config_file)
         if self.matching_layers is not None:
+            from .calibration.matching_layers import check_matching_layers
+
             check_matching_layers(plan, fields, self.matching_layers, self.calibration)
         self._lost_without_examples(plan)  # raises an error for the command
         if self.calibration is not None:
-            is_calibrated(plan, self.calibration)  # refuses what cannot be
+            from .calibration.calibrate import is_calibrated
+
+            is_calibrated(plan, self.calibration)  # raises an error if it cannot be
         return plan
 
     def _make_plan(
@@ -161,34 +196,83 @@ class ConversionRequest:
         fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         if self.kv_cache_bytes is None:
             return fields
+        from .cache_budget import PROBE, check_has_cache, fields_within
+
         check_has_cache(config)
         probe = self._make_plan(config, entries, fields | PROBE, config_file)
         chosen = fields_within(probe, self.kv_cache_bytes, entries, partial(losses, probe))
         by_layer = {**(fields.get("per_layer_values") or {}), **chosen.pop("per_layer_values", {})}
         return fields | chosen | {"per_layer_values": by_layer or None}
 
-    def _keeping_matching_layers(
-        self, probe: ConversionPlan, fields: dict[str, Any], source: SourceModel
-    ) -> dict[str, Any]:
+    def _keeping_matching_layers(self, probe: ConversionPlan, fields: dict[str, Any], source: Any) -> dict[str, Any]:
         """Return the fields of a conversion that leaves layers as they are; `probe` is that of all layers."""
+        from .calibration.calibrate import is_calibrated
+        from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
+
         check_matching_layers(probe, fields, self.matching_layers, self.calibration)
-        calibration: Any = self.calibration  # there is one, or `check_matching_layers` had refused
-        is_calibrated(probe, calibration)  # refuses what cannot be
+        calibration: Any = self.calibration  # `check_matching_layers` raises an error if there is none
+        is_calibrated(probe, calibration)  # raises an error if it cannot be
         model, tokenizer = source(probe)
         tokenizer = calibration.processor or tokenizer
         self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
         return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
 
     def _losses(
-        self, reader: TensorSource, source: SourceModel, plan: ConversionPlan, modules: list[AttentionModule]
+        self, reader: TensorSource, source: Any, plan: ConversionPlan, modules: list[AttentionModule]
     ) -> list[torch.Tensor]:
-        """Return what latents of these attentions lose by rank, on the text where the method looks at it."""
-        if self.calibration is None or not is_calibrated(plan, self.calibration):
-            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
-            forms = [weight_forms(each, module.heads) for each, module in zip(tensors, modules, strict=True)]
-        else:
-            forms = forms_on_text(plan, modules, reader, source, self.calibration)
+        """Return the loss of latents of these attentions by rank: on text if there is a calibration."""
+        if self.calibration is not None:
+            from .calibration.calibrate import forms_on_text, is_calibrated
+
+            if is_calibrated(plan, self.calibration):
+                forms = forms_on_text(plan, modules, reader, source, self.calibration)
+                return [lost_by_rank([each.key, each.value]) for each in forms]
+        tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
+        forms = [weight_forms(each, module.heads) for each, module in zip(tensors, modules, strict=True)]
         return [lost_by_rank([each.key, each.value]) for each in forms]
+
+
+def _read_calibration(calibration: CalibrationLike | None, seed: int) -> "Calibration | None":
+    if calibration is None:
+        return None
+    from .calibration.texts import as_calibration
+
+    return as_calibration(calibration, seed)
+
+
+def resolve_method(
+    method: str | ConversionMethod | None, calibration: "Calibration | None" = None
+) -> ConversionMethod:
+    """Return the method of that name, or `method` itself where it is one already.
+
+    None is "calibrated" where there is a calibration, else "mean".
+
+    Raises:
+        ValueError: for an unknown name, a method without the calibration that it needs, one that looks at no text, or
+            an option of the calibration that is another method's.
+    """
+    if method is None:
+        method = "mean" if calibration is None else "calibrated"
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}; got {method!r}.")
+        method = METHODS[method]()
+    if not isinstance(method, CalibratedMethod):
+        if calibration is not None:
+            raise ValueError(f"method {method.name!r} looks at no text: leave the calibration out.")
+        return method
+    if calibration is None:
+        raise ValueError(
+            f"method {method.name!r} needs calibration text: give `calibration=texts`, on the command line "
+            "`--calibration_file`."
+        )
+    foreign = [name for name in FIT_DEFAULTS if getattr(calibration, name) is not None and name not in method.options]
+    if foreign:
+        raise ValueError(
+            f"method {method.name!r} has no `{foreign[0]}` (--{foreign[0]}): that is an option of "
+            '"calibrated"; leave it out.'
+        )
+    return method
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..conversion.checkpoint.entries import TensorEntry
-from ..conversion.checkpoint.loading import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
-from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.models import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
-from ..conversion.checkpoint_folder import generation_config, name_classes
-from ..conversion.converted_tensors import converted_tensors
-from ..conversion.methods import resolve_method
+from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
+from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
+from ..conversion.writing import converted_tensors, generation_config, name_classes
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -171,7 +169,7 @@ def _plan(config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_
         ranks = values_by_layer(described, name) if name in described.rank_fields() else []
         if any(rank not in (None, described.hidden_size) for rank in ranks):
             fields[name] = described.hidden_size
-    return make_plan(config, entries, resolve_method("mean"), fields, dtype=torch.float32, config_file=config_file)
+    return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
 
 
 def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 from ..decoder_inputs import DecoderInput, decoder_input
 from ..modeling.fields.field_table import row_of
-from .upstream import upstream_architecture, upstream_config
+from ..modeling.fields.foreign_classes import fields_in_effect
+from .upstream import upstream_architecture
 
 __all__ = ["ACTIVATIONS", "SPECIFIED", "check_has_form"]
 
@@ -37,17 +38,11 @@ def check_has_form(model_class: type, config: Any) -> None:
             f"a {name} cannot be exported to CTranslate2: encoder-decoders that generate can, of "
             f"{', '.join(SPECIFIED)}."
         )
-    plain = type(config).from_upstream(upstream_config(config, model_class))
-    for field in config.variant_fields():
-        _, row = row_of(field)
-        # What `per_layer_values` says by layer, the field itself says of the whole model.
-        if row.query_heads is not None or "latent" in row.facts or field == "per_layer_values":
-            continue
-        value, without = getattr(config, field), getattr(plain, field)
-        if value not in (without, "absolute"):
+    for field in fields_in_effect(config):
+        if row_of(field)[1].unknown_upstream:
             raise ValueError(
-                f"`{field}` is {value!r}, and CTranslate2 has no form for that: of the variants it knows grouped "
-                "heads. Try `--to onnx`."
+                f"`{field}` is {getattr(config, field)!r}, which CTranslate2 cannot compute: of the variants it has "
+                "grouped heads only. Try `--to onnx`."
             )
     activation = config.dense_act_fn if host in ("t5", "umt5") else config.activation_function
     # A Whisper's encoder has no field of its own for it.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import check_disk_space, check_output_dir, staged_folder
 from ..progress import progress_bar
 from .onnx_graphs import Graph, Sizes, model_graphs

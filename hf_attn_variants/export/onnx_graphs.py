@@ -78,15 +78,10 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
         raise ValueError(
             f"a {name} cannot be exported to ONNX: encoders can (with any head), and encoder-decoders that generate."
         )
-    if not can_cache(config):
+    if not can_cache(config) or not keeps_cache(dynamic_terms(config, "cross_")):
         raise ValueError(
-            f"a decoder whose `talking_heads_dynamic` is {dynamic_terms(config)} keeps no cache, and a "
-            "step's graph takes one."
-        )
-    if not keeps_cache(dynamic_terms(config, "cross_")):
-        raise ValueError(
-            f"a decoder whose cross-attention has the terms {dynamic_terms(config, 'cross_')} reads the encoder's "
-            "outputs in each step, and a step's graph takes keys and values."
+            "`talking_heads_dynamic` m2l and m2w of a decoder cannot be exported to ONNX: they need inputs that its "
+            f"cache does not hold; got {sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(

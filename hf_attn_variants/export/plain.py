@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from ..conversion.checkpoint.entries import TensorEntry
-from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config, resolve_source
-from ..conversion.checkpoint_folder import plan_folder
-from ..conversion.methods import resolve_method
+from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
+from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.request import checked_dtype
+from ..conversion.writing import plan_folder
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
@@ -145,4 +144,4 @@ def _plain_plan(
                 logger.warning(
                     "`%s`: maps multiplied in %s lose digits; --dtype float32 keeps them.", name, str(stored)[6:]
                 )
-    return make_plan(config, entries, resolve_method("mean"), fields, dtype=dtype, config_file=config_file)
+    return make_plan(config, entries, MeanPooling(), fields, dtype=dtype, config_file=config_file)

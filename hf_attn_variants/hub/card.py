@@ -1,40 +1,28 @@
-"""The model card of a checkpoint, filled from what lies in its folder: nothing is written that was not run or counted.
+"""The model card of a checkpoint: `templates/model_card.md`, filled from the files in the checkpoint's folder.
 
-config.json gives the variant and its heads; `conversion_report.json`, `all_results.json` and, for the steps before
-those, `model_history.json` say how it was made; the README.md of the source gives its licence, languages and tags.
+`config.json` gives the variant and its heads; `conversion_report.json`, `all_results.json` and, for the steps before
+those, `model_history.json` say how it was made; the original model's README.md gives license, languages and tags.
 """
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
+from ..errors import as_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write
-from ..inspection.costs import cost_table, used_fields, values_by_layer, variant_config
-from ..inspection.talking_places import talking_parts
+from ..inspection.costs import cost_table, used_fields, variant_config
 from ..model_history import ModelHistory, read_front_matter, read_history
-from ..modeling.variant_names import ATTN_VARIANTS_VERSION
+from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
 from ..registration import supported_model_types, variant_model_class
-from .card_escapes import plain
-from .card_steps import (
-    Step,
-    data_name,
-    hub_source,
-    last_training,
-    quality_sentence,
-    reads_pairs,
-    step_lines,
-    step_sections,
-    task_of,
-)
-from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
-from .heads_diagram import heads_diagram
+from .card_facts import OWN_TAGS, auto_class, code, is_exact, plain, variant_facts
+from .card_steps import Step, data_name, hub_source, last_training, step_facts, text_columns
 from .local_paths import without_local_paths
 
 __all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refreshed_card", "write_card"]
@@ -42,8 +30,10 @@ __all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refresh
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
-# The paragraph on the code, and the repository that the card is of.
-CODE_PATTERN = re.compile(r"^The attention is not part of transformers: .*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+# The paragraph about the code, as the template and as cards have it, and the repository that a card is of.
+CODE_PATTERN = re.compile(
+    r"^The attention is not part of transformers: .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
+)
 REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
 # What describes a run and is no score.
 NO_SCORE = re.compile(
@@ -54,13 +44,6 @@ SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
     ("test_", "test", ("test_file", "test_source_file")),
 )
-OWN_TAGS = (
-    "attn-variants",
-    "multi-query-attention",
-    "grouped-query-attention",
-    "multi-head-latent-attention",
-    "talking-heads-attention",
-)
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HELD_OUT = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
 # Tags of a source that are not true of what is made of it: formats of its files, and what else the Hub can do with it.
@@ -68,12 +51,25 @@ FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
 )
+# The task on the Hub of each head; that of an encoder-decoder depends on its training.
+PIPELINE_TAGS = {
+    "ForMaskedLM": "fill-mask",
+    "ForMultipleChoice": "multiple-choice",
+    "ForQuestionAnswering": "question-answering",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "LMHeadModel": "text-generation",
+    "Model": "feature-extraction",
+    "EncoderModel": "feature-extraction",
+    "ForAudioClassification": "audio-classification",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
+}
 TASK_TAGS = {*PIPELINE_TAGS.values(), "sentence-similarity", "summarization", "translation", "text2text-generation"}
 
 
 @dataclass(frozen=True)
 class CardOptions:
-    """What a card says that the checkpoint's folder does not.
+    """Values on a model card that no file of the checkpoint's folder has.
 
     Args:
         base_model: Hub id of the model it was made from; None = what the reports say.
@@ -99,69 +95,95 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Fill a checkpoint's card.
+    """Return the model card of a checkpoint.
 
     Args:
         folder: the checkpoint.
-        repo_id: the repository that it is for, as the usage example names it.
-        options: what the folder does not say.
-        history: the folder's, where it was read before.
+        repo_id: the repository that the example on the card loads.
+        options: what no file of the folder says.
+        history: that of the folder, if it was read before.
 
     Raises:
         OSError: if there is no config.json.
-        ValueError: if the metadata of the folder's README.md, which may hold a licence, cannot be read, or an option
-            is wrong. What else cannot be read is not told.
+        ValueError: if the metadata of the folder's README.md, which may hold a license, cannot be read, an option is
+            wrong, or a report holds a value of another type.
     """
     options = options or CardOptions()
     config = read_config(folder)
-    architecture = (config.get("architectures") or [""])[0]
-    variant, fields, table = _variant(config)
     if options.license is None:
-        read_front_matter(folder / CARD_NAME)  # a licence must not be lost without a word
+        read_front_matter(folder / CARD_NAME)  # a license must not be lost without a word
     history = history or read_history(folder)
-    metadata = history.metadata | {"base_model": _hub_ids(history.metadata.get("base_model"))}
-    history = replace(history, metadata=without_local_paths(metadata))
-    # What the first step began with: a later one may have begun with the model that this one pushed.
-    origin = options.base_model or hub_source(history.steps[:1])
-    steps = without_local_paths(history.steps)
-    is_sentence_model = (folder / "modules.json").is_file()
+    architecture = (config.get("architectures") or [""])[0]
+    variant, facts = _variant(config)
+    is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
-    scores = eval_results(last_training(steps), task) + [_evaluation(row) for row in options.evaluations]
-    title, terms = options.title or repo_id.split("/")[-1], history.metadata if options.license is None else {}
-    data = ModelCardData(
-        library_name="sentence-transformers" if is_sentence_model else "transformers",
-        pipeline_tag=task,
-        tags=_tags(variant, fields) + _source_tags(history.metadata.get("tags", []), task, is_sentence_model),
-        eval_results=scores or None,
-        model_name=title if scores else None,
-        **_origins(options, history, terms),
-        ignore_metadata_errors=False,
-    )
-    card = ModelCard.from_template(
-        data,
-        template_path=str(TEMPLATE),
-        title=title,
-        summary=summary(variant, fields, architecture, origin, steps),
-        notes=options.notes,
-        diagram=heads_diagram(variant, fields) if variant is not None else None,
-        sizes=size_rows(table, variant, fields) if variant is not None else [],
-        usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps), reads_pairs(steps)),
-        code=code_paragraph(repo_id) if config.get("auto_map") else None,
-        steps=step_lines(steps, origin),
-        quality=quality_sentence(steps),
-        sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
-        metrics=[{name: plain(value) for name, value in vars(row).items() if value is not None} for row in scores],
-        limits=limits(variant, fields, table, steps),
-        licence=licence_text(data.license, terms),
-        papers=papers(variant, fields),
-    )
+    with as_value_error("evaluations must be a list, each with the fields of huggingface_hub.EvalResult", ValueError):
+        evaluations = [EvalResult(**row) for row in options.evaluations]
+    with as_value_error(f"a report in {folder} holds a value that a model card cannot show", ValueError):
+        steps = without_local_paths(history.steps)
+        # The model that the first step started from: a later one may have started from an earlier push of this model.
+        origin = options.base_model or hub_source(history.steps[:1])
+        scores = eval_results(last_training(steps), task) + evaluations
+        options = replace(options, title=options.title or repo_id.split("/")[-1])
+        data = _metadata(options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores)
+        card = ModelCard.from_template(
+            data,
+            template_path=str(TEMPLATE),
+            title=options.title,
+            repo_id=repo_id,
+            notes=options.notes,
+            architecture=architecture,
+            variant=facts,
+            is_exact=is_exact(variant, steps),
+            origin=origin,
+            steps=step_facts(steps, origin),
+            has_report=(folder / REPORT_NAME).is_file(),
+            scores=scores,
+            license=data.license,
+            terms=history.metadata if options.license is None else {},
+            auto_class=loader,
+            columns=text_columns(steps),
+            config=config,
+            is_sentence_model=is_sentence_model,
+            oldest_run=OLDEST_RUN,
+            newest_run=NEWEST_RUN,
+            plain=plain,
+            code=code,
+        )
     return ModelCard(_signed(card.content))
 
 
-def write_card(folder: Path) -> bool:
-    """Write the card of a model into its folder, for a repository of the folder's name; say whether it was written.
+def _metadata(
+    options: CardOptions,
+    history: ModelHistory,
+    task: str | None,
+    is_sentence_model: bool,
+    own_tags: Sequence[str],
+    scores: list[EvalResult],
+) -> ModelCardData:
+    source = without_local_paths(history.metadata | {"base_model": _hub_ids(history.metadata.get("base_model"))})
+    terms = source if options.license is None else {}
+    return ModelCardData(
+        library_name="sentence-transformers" if is_sentence_model else "transformers",
+        pipeline_tag=task,
+        tags=[*own_tags, *_source_tags(source.get("tags"), task, is_sentence_model)],
+        eval_results=scores or None,
+        model_name=options.title if scores else None,
+        base_model=options.base_model or hub_source(history.steps) or source.get("base_model"),
+        datasets=options.datasets or _datasets(history.steps),
+        language=options.language or source.get("language"),
+        license=options.license or terms.get("license"),
+        license_name=terms.get("license_name"),
+        license_link=terms.get("license_link"),
+        ignore_metadata_errors=False,
+    )
 
-    A README.md that lies there stays.
+
+def write_card(folder: Path) -> bool:
+    """Write the card of a model into its folder, for a repository of the folder's name, unless it has a README.md.
+
+    Returns:
+        Whether it was written.
 
     Raises:
         OSError: if it cannot be written.
@@ -174,27 +196,9 @@ def write_card(folder: Path) -> bool:
 
 
 def _pipeline_tag(architecture: str) -> str | None:
-    named = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
-    return named or PIPELINE_TAGS.get(architecture_head(architecture))
-
-
-def architecture_head(architecture: str) -> str:
-    """Return upstream's class name without the model's: "ForMaskedLM", "Model", "LMHeadModel"."""
     match = re.search(r"(For[A-Z]\w+|LMHeadModel|EncoderModel|Model)$", architecture)
-    return match[1] if match else ""
-
-
-def _origins(options: CardOptions, history: ModelHistory, terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the card's metadata say of what the model was made from; a licence given replaces its `terms`."""
-    source = history.metadata
-    return {
-        "base_model": options.base_model or hub_source(history.steps) or source.get("base_model"),
-        "datasets": options.datasets or _datasets(history.steps),
-        "language": options.language or source.get("language"),
-        "license": options.license or terms.get("license"),
-        "license_name": terms.get("license_name"),
-        "license_link": terms.get("license_link"),
-    }
+    named = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
+    return named or PIPELINE_TAGS.get(match[1] if match else "")
 
 
 def _hub_ids(given: Any) -> list[str] | str | None:
@@ -210,86 +214,56 @@ def _signed(text: str) -> str:
 
 
 def is_untouched(text: str) -> bool:
-    """Say whether a card is one that `model_card` made and nobody edited since."""
+    """Return whether `model_card` made a card and nobody has edited it since."""
     match = MARK_PATTERN.search(text)
     return match is not None and _digest(text[: match.start()].rstrip() + "\n") == match[1]
 
 
 def refreshed_card(text: str) -> str | None:
-    """Return a card with its paragraph on the code as today's; None for one that was written or edited by hand.
-
-    All else in it is true of the model, and stays.
-    """
+    """Return a card with the current paragraph about the code; None for a card that was written or edited by hand."""
     if not is_untouched(text):
         return None
     mark: Any = MARK_PATTERN.search(text)  # by which it is untouched
-    repo_id = REPO_ID_PATTERN.search(text)
-    body = text[: mark.start()]
+    repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
-    made = CODE_PATTERN.sub(lambda _: code_paragraph(repo_id[1]), body, count=1)
+    paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
+    values = {"repo_id": repo_id[1], "oldest_run": OLDEST_RUN, "newest_run": NEWEST_RUN}
+    made = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
     return text if made == body else _signed(made)
 
 
 def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
-    """Return the scores of a training for the card's model-index.
+    """Return the scores of a training for the card's model-index: the losses only if there are no others.
 
     Args:
-        training: the step, None for a model that has no scores; each number `eval_<metric>` or `test_<metric>` is a
-            score, the loss only where there is no other.
+        training: the step; None for a model without scores.
         task: the pipeline tag.
     """
-    results = training or {}
     found = []
     for prefix, split, files in SPLITS:
-        names = [name.removeprefix(prefix) for name in results if name.startswith(prefix)]
-        names = [name for name in names if _is_number(results[prefix + name]) and not NO_SCORE.fullmatch(name)]
+        scores = {
+            name.removeprefix(prefix): value for name, value in (training or {}).items() if name.startswith(prefix)
+        }
+        names = [name for name in scores if not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
-        data: dict[str, Any] = (data_name(results, files) if names else None) or HELD_OUT
-        found += [
-            EvalResult(
-                task_type=task or "other",
-                dataset_split=split,
-                metric_type=name,
-                metric_name=name,
-                metric_value=round(results[prefix + name], 4),
-                **data,
-            )
-            for name in names
-        ]
+        data: Any = (data_name(training, files) if training and names else None) or HELD_OUT
+        for name in names:
+            row = {"metric_type": name, "metric_name": name, "metric_value": round(scores[name], 4)}
+            found.append(EvalResult(task_type=task or "other", dataset_split=split, **row, **data))
     return found
 
 
-def _variant(config: Mapping[str, Any]) -> tuple[Any, tuple[str, ...], Any]:
-    """Return what a card of an architecture here is about, upstream's multi-head models included.
-
-    Returns:
-        The variant configuration, its fields of key/value heads and ranks that the model has attentions for, and its
-        `CostTable`; None, () and None for other architectures.
-    """
+def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Return the variant configuration of a model and the facts about it; None for other architectures."""
     if config["model_type"] not in supported_model_types():
-        return None, (), None
+        return None, None
     variant, table = variant_config(config), cost_table(config)
-    return variant, used_fields(variant_model_class(table.architecture), variant), table
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return variant, variant_facts(variant, used_fields(variant_model_class(table.architecture), variant), table)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _evaluation(row: Mapping[str, Any]) -> EvalResult:
-    known = {each.name for each in dataclass_fields(EvalResult)}
-    if not isinstance(row, Mapping) or not set(row) <= known:
-        wrong = sorted(set(row) - known) if isinstance(row, Mapping) else [repr(row)]
-        raise ValueError(f"an evaluation has the fields of huggingface_hub.EvalResult; unknown: {', '.join(wrong)}.")
-    try:
-        return EvalResult(**row)
-    except TypeError as error:
-        raise ValueError(f"an evaluation is not complete: {error}") from None
 
 
 def _datasets(steps: Sequence[Step]) -> list[str] | None:
@@ -304,22 +278,8 @@ def _datasets(steps: Sequence[Step]) -> list[str] | None:
     return list(dict.fromkeys(found)) or None
 
 
-def _source_tags(tags: Sequence[str], task: str | None, is_sentence_model: bool) -> list[str]:
-    """Return what a source's tags say of what is made of it too: neither file formats nor another task."""
+def _source_tags(given: Any, task: str | None, is_sentence_model: bool) -> list[str]:
+    """Return the original model's tags that hold for this one too: no file formats, and no other task."""
     gone = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
-    return [tag for tag in dict.fromkeys(tags) if tag not in gone and not FORMAT_TAGS.fullmatch(tag.lower())]
-
-
-def _tags(variant: Any, fields: Sequence[str]) -> list[str]:
-    if variant is None:
-        return [OWN_TAGS[0]]
-    kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
-    counts = [(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)]
-    are_true = (
-        True,
-        any(count == 1 < heads for count, heads in counts),
-        any(1 < count < heads for count, heads in counts),
-        any(getattr(variant, name) is not None for name in variant.rank_fields() if name in fields),
-        bool(talking_parts(variant, fields)),
-    )
-    return [tag for tag, is_true in zip(OWN_TAGS, are_true, strict=True) if is_true]
+    found = dict.fromkeys(given if isinstance(given, list) else ())
+    return [tag for tag in found if tag not in gone and not FORMAT_TAGS.fullmatch(tag.lower())]

@@ -1,4 +1,4 @@
-"""What names a place on the machine that a run was made on, or lets somebody in, taken out before it leaves that."""
+"""Removal of local paths, passwords and tokens from values that leave the machine."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import load_json
 
-__all__ = ["holds_secret", "is_local_path", "names_places", "shared_content", "without_local_paths"]
+__all__ = ["holds_secret", "names_places", "shared_content", "without_local_paths"]
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that name a file or folder however it is written.
@@ -38,45 +38,46 @@ WORDS = re.compile(r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_temp
 WORD_FILES = ("tokenizer.json", "vocab*.json", "added_tokens.json", "*.index.json")
 
 
-def is_local_path(value: Any) -> bool:
-    """Whether a value is text that can be nothing but a path: absolute, or from the home or the working folder."""
-    return isinstance(value, str) and LOCAL_PATH.match(value) is not None
-
-
 def names_places(text: str) -> bool:
-    """Whether a text names folders of some machine."""
+    """Return whether a text names folders of some machine."""
     return PATH_IN_TEXT.search(text) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text holds a token, or an address with a password."""
+    """Return whether a text holds a token, or an address with a password."""
     return any(pattern.search(text) for pattern, _ in SECRETS)
 
 
-def without_local_paths(value: Any, name: str = "") -> Any:
+def without_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
     """Return JSON values with each path shortened to its last part, and without passwords and tokens.
 
     Args:
         value: the values.
-        name: of the field that holds them; what a "..._file" or "..._dir" says is a path also where it is relative.
+        name: of the field that holds them.
+        is_report: whether they are of this package: each text that begins like a path is one, and so is any text in a
+            field called "..._file" or "..._dir". In configurations of others a text must be both, words stay, and a
+            field may be called "...path" too.
     """
+    if not is_report and WORDS.fullmatch(name):
+        return value
     if isinstance(value, dict):
-        return {key: without_local_paths(each, str(key)) for key, each in value.items()}
+        return {key: without_local_paths(each, str(key), is_report) for key, each in value.items()}
     if isinstance(value, list):
-        return [without_local_paths(each, name) for each in value]
+        return [without_local_paths(each, name, is_report) for each in value]
     if not isinstance(value, str):
         return value
-    if is_local_path(value) or PATH_ARGUMENT.fullmatch(name):
+    is_named, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
+    if (is_named or is_path) if is_report else (is_named or name.endswith("path")) and is_path:
         return _last_part(_without_secrets(value))
-    return _without_paths(value)
+    return PATH_IN_TEXT.sub(lambda found: _last_part(found[0]), _without_secrets(value))
 
 
 def shared_content(path: Path, is_report: bool) -> bytes | None:
-    """Return what of a JSON file goes to the Hub, if that is not the file as it is.
+    """Return the content of a JSON file for the Hub; None = the file goes there unchanged.
 
     Args:
         path: the file.
-        is_report: of this package, in which every text that begins like a path is one.
+        is_report: as for `without_local_paths`.
 
     Raises:
         OSError, ValueError: if it cannot be read.
@@ -86,32 +87,14 @@ def shared_content(path: Path, is_report: bool) -> bytes | None:
     value = load_json(path)
     if is_report and not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
-    shared = without_local_paths(value) if is_report else _without_own_paths(value)
+    shared = without_local_paths(value, is_report=is_report)
     return None if shared == value else f"{json.dumps(shared, indent=2, ensure_ascii=False)}\n".encode()
-
-
-def _without_own_paths(value: Any, name: str = "") -> Any:
-    """Do as `without_local_paths` with what configurations hold: a text is a path where it can be nothing else."""
-    if WORDS.fullmatch(name):
-        return value
-    if isinstance(value, dict):
-        return {key: _without_own_paths(each, str(key)) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_own_paths(each, name) for each in value]
-    if not isinstance(value, str):
-        return value
-    is_path = PATH_ARGUMENT.fullmatch(name) or name.endswith("path")
-    return _last_part(_without_secrets(value)) if is_path and is_local_path(value) else _without_paths(value)
 
 
 def _without_secrets(text: str) -> str:
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
-
-
-def _without_paths(text: str) -> str:
-    return PATH_IN_TEXT.sub(lambda found: _last_part(found[0]), _without_secrets(text))
 
 
 def _last_part(path: str) -> str:

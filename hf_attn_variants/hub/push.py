@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..conversion.checkpoint.folder_checks import check_files, check_whole_model, why_not_read
-from ..conversion.checkpoint.reading import open_checkpoint
-from ..conversion.checkpoint.source import read_config
+from ..conversion.checkpoint.source import check_files, check_whole_model, read_config, why_not_read
+from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
     CARD_NAME,
@@ -57,22 +50,21 @@ WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
 # Text that is uploaded as it is, if it is shorter: whoever wrote it may have written more than is meant for others.
 NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
 MOST_NOTES_BYTES = 2**20
+WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-# What to do about an answer of the Hub.
+# What to do about an answer of the Hub whose message does not say it.
 ADVICE = {
-    401: "the Hub does not accept the token (401): run `hf auth login` with one that may write, or give --token.",
-    403: "the token may not write there (403): take one with write access, or another --repo_id.",
-    404: "there is no such repository, or the token may not see it (404).",
-    409: "somebody else is pushing to it at the same time (409): look at what is there now.",
-    412: "somebody else is pushing to it at the same time (412): look at what is there now.",
-    429: "the Hub asks for a pause (429, too many requests): wait some minutes.",
+    401: "Run `hf auth login` with a token that may write, or give --token.",
+    403: "Give a token with write access, or another --repo_id.",
+    409: "Somebody else is pushing to it at the same time: look at what is there now.",
+    412: "Somebody else is pushing to it at the same time: look at what is there now.",
 }
-NOTHING_LOST = "No file on the Hub was changed; repeat the command when that is put right."
+AGAIN = "Then repeat the command: it sends only files that are missing, and makes no commit twice."
 
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What would go up.
+    """The files and the card that a push would upload.
 
     Args:
         folder: the checkpoint.
@@ -129,7 +121,7 @@ def plan_push(
     """Check a checkpoint folder and say what of it would go up; nothing is sent.
 
     Args:
-        folder: config.json, safetensors weights, the code files that it names, and what lies beside them.
+        folder: config.json, safetensors weights, the code files that it names, and further files.
         repo_id: "user/name", or "name".
         card_options: what the generated card says beyond the folder.
         card: the text of a card to use instead of a generated one.
@@ -140,18 +132,14 @@ def plan_push(
         ValueError: if the configuration or the repository's name is wrong.
     """
     folder = Path(folder).expanduser()
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} cannot be a repository's name: {' '.join(str(error).split())}") from error
+    validate_repo_id(repo_id)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
     check_files(folder)
     check_whole_model(folder, allow_pickle)
-    config = read_config(folder)
     with open_checkpoint(folder, allow_pickle):
         pass  # headers and sizes of all weight files are right
-    _check_code(folder, config)
+    _check_code(folder, read_config(folder).get("auto_map"))
     files, left_out = folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "the model card takes its place; --card uploads it"
@@ -204,7 +192,7 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
 
 
 def full_repo_id(repo_id: str, api: HfApi) -> str:
-    """Return "user/name"; a name alone gets the account of the client's token.
+    """Return "user/name"; a name without an account gets that of the client's token.
 
     Raises:
         OSError: if the Hub has to be asked and does not accept the token, or cannot be reached.
@@ -225,8 +213,8 @@ def push_checkpoint(
 ) -> PushResult:
     """Upload a plan in one commit, on top of what is in the repository; create repository and branch where needed.
 
-    Weight files and reports of an earlier push that this one does not have go in the same commit: two sets of weights
-    in one repository would be two models, and whoever goes on from it would count an earlier report as a further step.
+    The same commit removes weight files and reports of an earlier push that this one does not have: two sets of
+    weights would be two models, and an earlier report would count as a further step.
 
     Args:
         plan: of `plan_push`.
@@ -237,80 +225,50 @@ def push_checkpoint(
         api: the client with its endpoint and token; None = the stored login.
 
     Raises:
-        OSError: for whatever kept it from being pushed, with what to do; then the repository is as it was.
-        ValueError: if the repository is private where a public one was asked for or the other way round, or holds a
-            README.md that somebody wrote.
+        OSError: if it was not pushed, with what to do; then no file of the repository has changed.
+        ValueError: if the repository is public and `private` is true, or the reverse, or holds a README.md that
+            somebody wrote.
     """
-    api, made = api or HfApi(), False
-    try:
-        with explained(plan.repo_id):
-            repo_id = full_repo_id(plan.repo_id, api)
-            if not check_visibility(api, repo_id, private):
-                api.create_repo(repo_id, private=private)
-                made = True
-            return _commit(plan, repo_id, revision, commit_message, overwrite_card, api)
-    except (ValueError, OSError) as error:
-        if not made:
-            raise
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        raise kind(f"{error} {repo_id} was made for it, and stays.") from error
-
-
-def _commit(
-    plan: PushPlan, repo_id: str, revision: str | None, commit_message: str, overwrite_card: bool, api: HfApi
-) -> PushResult:
-    """Upload a plan into a repository that is there, in one commit on what its branch holds."""
-    if revision not in (None, "main"):
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    info = api.model_info(repo_id, revision=revision)
-    existing = [each.rfilename for each in info.siblings or []]
-    if CARD_NAME in existing and not overwrite_card:
-        _check_remote_card(api, repo_id, str(info.sha), plan.card)
-    of_a_model = (name for name in existing if _is_weight_file(name) or name in WITHOUT_PATHS)
-    stale = sorted(name for name in of_a_model if name not in plan.files)
-    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-    operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
-    operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
-    commit = api.create_commit(
-        repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
-    )
+    api = api or HfApi()
+    with explained(plan.repo_id):
+        repo_id = full_repo_id(plan.repo_id, api)
+        if not check_visibility(api, repo_id, private):
+            api.create_repo(repo_id, private=private)
+        if revision not in (None, "main"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        info = api.model_info(repo_id, revision=revision)
+        existing = [each.rfilename for each in info.siblings or []]
+        if CARD_NAME in existing and not overwrite_card:
+            _check_remote_card(api, repo_id, str(info.sha), plan.card)
+        weights_and_reports = (name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS)
+        stale = sorted(name for name in weights_and_reports if name not in plan.files)
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
+        operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
+        commit = api.create_commit(
+            repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
+        )
     return PushResult(repo_id, f"{api.endpoint}/{repo_id}", commit.oid, commit.oid != info.sha, stale)
 
 
-def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that the code files which `auto_map` names, and those which they import, lie in the folder."""
-    auto_map = config.get("auto_map") or {}
-    if not isinstance(auto_map, Mapping):
-        raise ValueError(f"{folder}: `auto_map` must be an object; got {auto_map!r}.")
-    values = (each for value in auto_map.values() for each in (value if isinstance(value, list) else [value]))
-    references = [each for each in values if each is not None]
-    for reference in references:
-        if not isinstance(reference, str) or not re.fullmatch(r"\w+\.\w+", reference):
+def _check_code(folder: Path, auto_map: Any) -> None:
+    """Check that the code files which `auto_map` names, and those which they import, are in the folder."""
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    references = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    for reference in (each for each in references if each is not None):
+        if not re.fullmatch(r"\w+\.\w+", str(reference)):
             raise ValueError(
                 f"{folder}: `auto_map` names {reference!r}, which is not in the folder; save the model again by "
                 "`save_pretrained`, which puts its code beside it."
             )
-    wanted, seen = [f"{each.split('.')[0]}.py" for each in references], set()
-    while wanted:
-        if (name := wanted.pop()) in seen:
-            continue
-        seen.add(name)
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {name}, which its config.json needs: save the model again by `save_pretrained`."
-            )
-        source = (folder / name).read_text(encoding="utf-8")
-        wanted += [f"{sibling}.py" for sibling in re.findall(r"^\s*from\s+\.(\w+)\s+import", source, re.MULTILINE)]
+        get_relative_import_files(folder / f"{reference.split('.')[0]}.py")  # raises FileNotFoundError
 
 
 def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
-    """Check that a repository, if there is one, is as private as was asked for.
-
-    Returns:
-        Whether there is one.
+    """Return whether a repository exists.
 
     Raises:
-        ValueError: if it is private where a public one was asked for or the other way round.
+        ValueError: if it is public and `private` is true, or the reverse.
     """
     try:
         found = api.model_info(repo_id).private
@@ -320,7 +278,7 @@ def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
         there, asked = ("private", "public") if found else ("public", "private")
         raise ValueError(
             f"{repo_id} exists and is {there}, a {asked} one was asked for: change it in its settings on the Hub, or "
-            f"name another one. {NOTHING_LOST}"
+            "name another one."
         )
     return True
 
@@ -332,12 +290,8 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
     if text != card and not is_untouched(text):
         raise ValueError(
             f"{repo_id} has a README.md that was written or edited by hand: keep it by --card with a copy of it, or "
-            f"replace it by --overwrite_card. {NOTHING_LOST}"
+            "replace it by --overwrite_card."
         )
-
-
-def _is_weight_file(name: str) -> bool:
-    return "/" not in name and (name.endswith((".safetensors", ".safetensors.index.json")))
 
 
 def _payload(folder: Path, name: str) -> str | bytes:
@@ -353,39 +307,15 @@ def _note(path: Path) -> str:
 
 @contextmanager
 def explained(repo_id: str) -> Iterator[None]:
-    """Turn what the client raises in a push into one sentence that says what to do."""
+    """Turn what the client raises in a push into an OSError that says what to do; other errors of values stay."""
     try:
         yield
     except Exception as error:  # of the connection: three HTTP libraries of as many releases have errors of their own
         if isinstance(error, ValueError) and not isinstance(error, HfHubHTTPError):
-            raise  # refused here, or by the Hub's check of the metadata: the message says it
-        answer = next((each for each in _causes(error) if isinstance(each, HfHubHTTPError)), error)
-        is_local_file = isinstance(error, OSError) and error.filename is not None
-        if is_local_file or isinstance(answer, HfHubHTTPError | LocalTokenNotFoundError | OfflineModeIsEnabled):
-            raise OSError(f"{repo_id} was not pushed: {_advice(answer)} {NOTHING_LOST}") from error
-        raise OSError(
-            f"{repo_id} was not pushed: the connection to the Hub failed ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). Repeat the command: what was uploaded is not sent again, and if the "
-            "commit had arrived it changes nothing."
-        ) from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _advice(error: BaseException) -> str:
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it to reach the Hub."
-    if isinstance(error, LocalTokenNotFoundError):
-        return "there is no token: run `hf auth login`, or give --token."
-    if not isinstance(error, HfHubHTTPError):
-        return f"{error}."
-    if isinstance(error, RevisionNotFoundError):
-        return "there is no such branch, and it could not be made."
-    status = error.response.status_code
-    if isinstance(error, RepositoryNotFoundError) and status != 404:  # what the Hub says of a wrong token, too
-        status = 401
-    return ADVICE.get(status) or f"the Hub answered {status}: {' '.join(str(error).split())[:300]}."
+            raise
+        cause: BaseException = error
+        while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        advice = ADVICE.get(cause.response.status_code, "") if isinstance(cause, HfHubHTTPError) else ""
+        text = f"{repo_id} was not pushed: {type(cause).__name__}: {' '.join(str(cause).split())[:300]} {advice}"
+        raise OSError(f"{text.rstrip()} {AGAIN}") from error

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from .push import check_visibility, full_repo_id, plan_push, push_checkpoint
+from .push import check_visibility, explained, full_repo_id, plan_push, push_checkpoint
 
 __all__ = ["check_hub_access", "push_trained"]
 
@@ -15,29 +14,20 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
     """Check before a training that its model can be pushed after it.
 
     Args:
-        output_dir: the folder that the model will lie in; its name is the repository's where none is given.
+        output_dir: the folder for the model; its name is the default of the repository's.
         hub_model_id: the repository, user/name.
         private: whether it is to be private.
         token: instead of the stored one.
 
     Raises:
-        ValueError: if the repository's name is wrong or it is public against `private`, there is no valid token,
-            or the Hub does not answer.
+        ValueError: if the repository's name is wrong, or it is public and `private` is true.
+        OSError: if there is no valid token, or the Hub does not answer.
     """
     repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"--hub_model_id: {' '.join(str(error).split())}") from error
-    try:
+    validate_repo_id(repo_id)
+    with explained(repo_id):
         api.whoami()
-    except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
-        raise ValueError(
-            f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
-            "run `hf auth login` or give --hub_token"
-        ) from error
-    if private:
-        check_visibility(api, full_repo_id(repo_id, api), private=True)
+        check_visibility(api, full_repo_id(repo_id, api), private or None)
 
 
 def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
@@ -49,15 +39,14 @@ def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token
         Where it is on the Hub.
 
     Raises:
-        ValueError, OSError: if it was not pushed; the model is in the folder, and the message says what to do.
+        OSError: if it was not pushed; the model is in the folder, and the message says what to do.
     """
     repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:
         plan = plan_push(output_dir, full_repo_id(repo_id, api))
         return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
     except (ValueError, OSError) as error:
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        raise kind(
+        raise OSError(
             f"{error} The trained model is in {output_dir}; `attn-variants push --model_name_or_path {output_dir} "
             f"--repo_id {repo_id}` pushes it without training again."
         ) from error

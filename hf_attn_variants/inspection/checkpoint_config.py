@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from ..conversion.checkpoint.folder_checks import check_whole_model
-from ..conversion.checkpoint.source import local_folder, read_config
+from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
 from ..files import CONFIG_NAME
 
 __all__ = ["read_checkpoint_config"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..conversion.grouping import rank_relation, relation
+from ..conversion.attention_tensors import rank_relation, relation
 from ..errors import as_value_error
 from ..modeling.fields.field_table import PLACES
 from ..modeling.fields.kernel_fields import has_kernel

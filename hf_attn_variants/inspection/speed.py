@@ -1,4 +1,4 @@
-"""How fast a checkpoint would run on this machine as each variant that it could be: measured, not counted."""
+"""How fast an encoder-decoder would generate on this machine as each variant that it could be: measured."""
 
 import copy
 import math
@@ -31,13 +31,11 @@ from .costs import (
     variant_rows,
 )
 from .counting import check_sizes
-from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 
-__all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "machine_now", "measure_speed", "timed_auto_class"]
-__all__ += ["order_of_round", "ready_to_time", "timed_length", "upstream_model"]
+__all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "checked_models", "machine_now", "measure_speed"]
+__all__ += ["order_of_round", "ready_to_time", "timed_auto_class", "timed_length", "upstream_model"]
 
-POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
 LENGTH = 128
 HEARING = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
@@ -48,16 +46,14 @@ class VariantSpeed:
     """One row.
 
     Args:
-        name: what the attention is called; "upstream" is transformers' own class.
+        name: of the attention; "upstream" is the class of Transformers.
         fields: of the configuration.
-        milliseconds: median over the rounds of one pass (of one generation, for an encoder-decoder).
-        all_milliseconds: each round's.
-        tokens_per_second: tokens read (generated) in it.
-        speedup: over the first row.
-        first_milliseconds: of an encoder-decoder, median until the first token is there, with what is made of the
-            source for cross-attention.
-        step_milliseconds: median of a further token; None where but one was generated.
-        usage: page faults and seconds in the kernel of one pass or generation, medians (`page_faults.summary`).
+        milliseconds: median over the rounds of one generation.
+        all_milliseconds: of each round.
+        tokens_per_second: tokens generated in it.
+        speedup: compared with the first row.
+        first_milliseconds: median until the first token, with the encoder keys and values.
+        step_milliseconds: median of a further token; None if only one was generated.
     """
 
     name: str
@@ -66,9 +62,8 @@ class VariantSpeed:
     all_milliseconds: list[float]
     tokens_per_second: float
     speedup: float
-    first_milliseconds: float | None = None
-    step_milliseconds: float | None = None
-    usage: dict[str, Any] | None = None
+    first_milliseconds: float
+    step_milliseconds: float | None
 
 
 @dataclass(frozen=True)
@@ -90,34 +85,32 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """Every row with what the figures hold for.
+    """All rows, with what they hold for.
 
     Args:
-        checkpoint: its name, as given.
-        architecture: the model's class.
-        work: "forward", a pass over batch_size x length tokens (positions of audio); or "generate", decoding of
-            `max_new_tokens` for each of batch_size texts from an encoder's output of `length` tokens.
-        num_beams: of the decoding, 1 = greedy; None for a pass.
-        batch_size, length, max_new_tokens, dtype, device: as given.
+        checkpoint: its name.
+        architecture: the class of the model.
+        batch_size: texts at once.
+        length: tokens of the encoder outputs, from which each text is generated.
+        max_new_tokens: tokens generated for each text.
+        num_beams: of the search; 1 is greedy.
+        dtype, device: of the models.
         machine: processor, threads, load and versions.
         rows: the variants, the baseline first.
-        break_even: of the exact latent of cross-attention, where both were timed over two tokens or more.
-        memory: how the process held memory (`page_faults.memory_now`).
+        break_even: of cached encoder outputs, if they were timed over two tokens or more.
     """
 
     checkpoint: str
     architecture: str
-    work: str
     batch_size: int
     length: int
-    max_new_tokens: int | None
-    num_beams: int | None
+    max_new_tokens: int
+    num_beams: int
     dtype: str
     device: str
     machine: dict[str, Any]
     rows: list[VariantSpeed]
     break_even: BreakEven | None = None
-    memory: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -134,66 +127,78 @@ def measure_speed(
     kernels: Sequence[str] = (),
     batch_size: int = 8,
     length: int | None = None,
-    max_position_embeddings: int | None = None,
     max_new_tokens: int = 32,
-    num_beams: int | None = None,
+    num_beams: int = 1,
     rounds: int = 5,
     dtype: str = "float32",
     device: str = "cpu",
 ) -> SpeedTable:
-    """Time a checkpoint's architecture with other heads, on random weights: speed does not depend on them.
+    """Time how an encoder-decoder generates with other heads. Weights are random: speed does not depend on them.
 
-    The contestants run in turn, each round from another one on, so that what else the machine does hits all alike.
+    The variants run in turn, and each round begins with another one, so that other work of the machine affects all.
 
     Args:
-        config: the checkpoint's config.json; of it, no weight is read.
+        config: of the checkpoint (config.json).
         checkpoint: its name, for the table.
-        kv_heads: numbers of key/value heads; None = all heads, 4, 2 and 1, as far as they divide. In a T5 they are the
-            decoder's.
-        talking_heads, latents: whether talking heads and latents are timed too.
-        windows: sizes of sliding windows to time (`attention_window`), in the stack that the heads are of.
-        kernels: kernels of linear attention to time (`attention_kernel`); "hybrid" with each of the windows.
-        batch_size: sequences at once.
-        length: tokens of each (of the source, for an encoder-decoder); None = 128, for a Whisper its window.
-        max_position_embeddings: as many positions for every contestant; None = the checkpoint's.
-        max_new_tokens: encoder-decoders: tokens to generate.
-        num_beams: encoder-decoders: beams of the search; None = 1, greedy. Tokens are counted once, not for each beam.
-        rounds: timings of each contestant; the median counts.
+        kv_heads: numbers of key/value heads of the decoder; None: all heads, 4, 2 and 1, as far as they divide.
+        talking_heads, latents: whether talking heads and latents are timed, too.
+        windows: sizes of sliding windows of the decoder to time (`attention_window`).
+        kernels: kernels of linear attention of the decoder to time (`attention_kernel`); "hybrid" with each window.
+        batch_size: texts at once.
+        length: tokens of the encoder outputs; None: 128, for a Whisper its window.
+        max_new_tokens: tokens to generate.
+        num_beams: beams of the search; 1 is greedy. Tokens are counted once, not for each beam.
+        rounds: timings of each variant, of which the median counts.
         dtype, device: of the models.
 
     Raises:
-        ValueError: for a configuration that makes no model here, a number that does not fit it, or other outputs.
+        ValueError: if the model does not generate, a number does not fit it, or variants compute something else.
     """
-    check_sizes(batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds)
+    check_sizes(
+        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
+    )
     _check_device(device)
-    config = _with_positions(config, max_position_embeddings)
     current = variant_config(config)
     auto_class = timed_auto_class(config, current)
-    decodes = "Seq2Seq" in auto_class
-    model_class = variant_model_class(current.auto_classes[auto_class])
-    work = _decoding(max_new_tokens, num_beams, decodes, model_class)
+    if "Seq2Seq" not in auto_class:
+        raise ValueError(f"decoding is timed of encoder-decoders; {current.model_type} with this head is none.")
     length = timed_length(length, current, auto_class)
+    found = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
+    runs = {
+        name: decoding_or_pass(m, batch_size, length, (max_new_tokens, num_beams)) for name, (_, m) in found.items()
+    }
+    times = _timed(runs, rounds, device)
+    rows = _rows({name: fields for name, (fields, _) in found.items()}, times, batch_size, max_new_tokens)
+    return SpeedTable(
+        checkpoint, current.auto_classes[auto_class], batch_size, length, max_new_tokens, num_beams, dtype, device,
+        machine_now(device), rows, _break_even(current, rows),
+    )  # fmt: skip
+
+
+def checked_models(
+    config: Mapping[str, Any],
+    kv_heads: Sequence[int] | None = None,
+    talking_heads: bool = True,
+    latents: bool = True,
+    windows: Sequence[int] = (),
+    kernels: Sequence[str] = (),
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> dict[str, tuple[dict[str, Any], Any]]:
+    """Return the fields and the model of each variant by its name, the baseline first (see `measure_speed`).
+
+    Raises:
+        ValueError: if a variant does not fit, or does not compute in float32 what it should.
+    """
+    current = variant_config(config)
+    auto_class = timed_auto_class(config, current)
+    model_class = variant_model_class(current.auto_classes[auto_class])
     field = kv_heads_field(model_class, current)
     own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
     own += _windows_and_kernels(field, windows, kernels)
     contestants = dict(_contestants(config, current, auto_class, model_class, own))
-    made = _checked(contestants, lambda: model_class(current), decodes, dtype, device).items()
-    found = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
-    rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
-    return SpeedTable(
-        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length, work and work[0],
-        work and work[1], dtype, device, machine_now(device), rows, _break_even(current, rows), memory_now(),
-    )  # fmt: skip
-
-
-def _decoding(max_new_tokens: int, num_beams: int | None, decodes: bool, model_class: type) -> tuple[int, int] | None:
-    """Return the tokens to generate and the beams, None for a pass; raise ValueError where beams search nothing."""
-    check_sizes(num_beams=num_beams)
-    if num_beams is not None and not decodes:
-        raise ValueError(
-            f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
-        )
-    return (max_new_tokens, num_beams or 1) if decodes else None
+    models = _checked(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
+    return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
 
 
 def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
@@ -210,25 +215,18 @@ def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
 
 
 def _rows(
-    contestants: Mapping[str, Any],
-    times: dict[str, list[Times]],
-    usages: dict[str, list[Usage]],
-    tokens: int,
-    max_new_tokens: int | None,
+    fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
     made: list[VariantSpeed] = []
     for name, found in times.items():
         each = [end * 1e3 for _, end in found]
-        median, first, step = statistics.median(each), None, None
-        begins = [begin for begin, _ in found if begin is not None]  # of a generation, when its first token is there
-        if max_new_tokens is not None:
-            first = statistics.median(begin * 1e3 for begin in begins)
-        if max_new_tokens is not None and max_new_tokens > 1:
-            pairs = zip(begins, (end for _, end in found), strict=True)
-            step = statistics.median((end - begin) * 1e3 for begin, end in pairs) / (max_new_tokens - 1)
-        baseline = made[0].milliseconds if made else median
-        speed = (tokens / median * 1e3, baseline / median, first, step, summary(usages[name]))
-        made.append(VariantSpeed(name, contestants[name][0], median, each, *speed))
+        begins = [(begin or 0) * 1e3 for begin, _ in found]  # the first token is there
+        median, first, step = statistics.median(each), statistics.median(begins), None
+        if max_new_tokens > 1:
+            steps = [end - begin for begin, end in zip(begins, each, strict=True)]
+            step = statistics.median(steps) / (max_new_tokens - 1)
+        speed = batch_size * max_new_tokens / median * 1e3, (made[0].milliseconds if made else median) / median
+        made.append(VariantSpeed(name, fields[name], median, each, *speed, first, step))
     return made
 
 
@@ -263,20 +261,15 @@ def order_of_round(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def _timed(
-    runs: dict[str, Callable[[], Any]], rounds: int, device: str
-) -> tuple[dict[str, list[Times]], dict[str, list[Usage]]]:
-    """Return the times of each round of each contestant, and what it took of the kernel."""
+def _timed(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
+    """Return the times of each round of each contestant."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
-    usages: dict[str, list[Usage]] = {name: [] for name in runs}
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in order_of_round(list(runs), number):
-            with Watch() as watch:
-                found = run_times(runs[name], device)
+            found = run_times(runs[name], device)
             if number >= 0:
                 times[name].append(found)
-                usages[name].append(watch.usage)
-    return times, usages
+    return times
 
 
 def timed_length(given: int | None, config: Any, auto_class: str) -> int:
@@ -298,16 +291,6 @@ def _check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
-
-
-def _with_positions(config: Mapping[str, Any], positions: int | None) -> Mapping[str, Any]:
-    """Return a config.json with so many positions, if given; raise ValueError where the model has no table of them."""
-    if positions is None:
-        return config
-    if config.get(POSITIONS) is None:
-        raise ValueError(f"`{POSITIONS}` is of models that have it; this one reads any length as it is: leave it out.")
-    check_sizes(**{POSITIONS: positions})
-    return {**config, POSITIONS: positions}
 
 
 def _of_checkpoint(

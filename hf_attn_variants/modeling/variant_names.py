@@ -3,30 +3,20 @@
 __all__ = [
     "ATTN_VARIANTS_VERSION",
     "CONFIG_FORMAT",
-    "COUNTS_TOKENS",
     "EAGER",
     "NEWEST_RUN",
     "OLDEST_RUN",
     "RECORDING",
-    "SCORES_BY_PLACE",
     "SDPA",
-    "SIZES_VALUES",
-    "TALKS_BY_PLACE",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 
-# The newest format of a configuration's fields: by its number a later release reads what they meant when they were
-# saved, and an earlier one refuses what it does not know. Files without a number have the first.
-CONFIG_FORMAT = 4
-# From which on what counts tokens counts from a row's first one, and not from the padded row's beginning.
-COUNTS_TOKENS = 2
-# From which on heads may talk otherwise in each place and layer. What has none of that says the number before.
-TALKS_BY_PLACE = 3
-# From which on values may have another size than queries and keys, and scores be others in each place; likewise.
-SIZES_VALUES = SCORES_BY_PLACE = 4
+# The format of a configuration's fields. Other numbers, and none, were used before the first release, with other
+# meanings for padded rows.
+CONFIG_FORMAT = 5
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")

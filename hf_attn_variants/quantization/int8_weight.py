@@ -15,6 +15,7 @@ and `path_for` returns the fastest correct one.
 import bisect
 import functools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -92,7 +93,7 @@ class Int8Weight:
         return self.numbers() * self._scales[:, None]
 
 
-class Product:
+class Product(ABC):
     """A path: a weight packed for one operator of torch, and the call of this operator.
 
     Args:
@@ -102,8 +103,8 @@ class Product:
 
     name: ClassVar[str]
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-        raise TypeError("Use a subclass.")
+    @abstractmethod
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None: ...
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
         """Return W x + b [..., out] for states x [..., in], which are rounded to `bits` bits."""
@@ -111,13 +112,13 @@ class Product:
         made = self.multiply(numbers, LEVELS[bits] + 1)
         return made.mul_(step) if bias is None else torch.addcmul(bias, made, step, out=made)
 
+    @abstractmethod
     def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
         """Return scales * N (u - z), float32 [..., out], for uint8 numbers u [..., in] that may be overwritten."""
-        raise TypeError("Use a subclass.")
 
+    @abstractmethod
     def numbers(self) -> torch.Tensor:
         """Return N, int8 [out, in], from the packed weight."""
-        raise TypeError("Use a subclass.")
 
 
 class EngineProduct(Product):

@@ -3,10 +3,10 @@
 import functools
 import logging
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,11 +83,13 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8", example_inputs: di
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             # By the first, upstream refuses to train it. A push would make a repository before it saves.
-            vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save, push_to_hub=_refuse_to_save)
+            vars(module).update(is_quantized=True)
+            vars(module).update({name: partial(_refuse, name) for name in ("save_pretrained", "push_to_hub")})
             for name, function in METHODS.items():
                 vars(module)[name] = InstanceMethod(function, module)
             if isinstance(module.get_output_embeddings(), PackedLinear):
-                vars(module).update(resize_token_embeddings=_refuse_to_resize, tie_weights=_refuse_to_tie)
+                names = ("resize_token_embeddings", "tie_weights")
+                vars(module).update({name: partial(_refuse, name) for name in names})
     return model
 
 
@@ -199,24 +201,10 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[in
         )
 
 
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+def _refuse(method: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        "A model of int8 maps is not saved: save the one of float32, and call `quantize` after loading it. "
-        "(`state_dict()` holds the int8 weights, for a model that was quantized the same way.)"
-    )
-
-
-def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "The output embeddings are int8, which no token can be added to: call `resize_token_embeddings` on the model "
-        "of float32, and `quantize` after it."
-    )
-
-
-def _refuse_to_tie(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "The output embeddings are int8, made of the weights that they had: call `tie_weights` on the model of "
-        "float32, and `quantize` after it."
+        f"`{method}` needs the float32 model, because the weights of this one are packed as int8. Call it before "
+        "`quantize`, or load the model again. (`state_dict()` holds the int8 weights.)"
     )
 
 
@@ -268,17 +256,10 @@ def _check_kind(model: Any) -> None:
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
             raise ValueError(f"This {type(model).__name__} is compiled: quantize first and compile then.")
         return
-    if isinstance(model, str | os.PathLike):
-        raise ValueError(
-            "`quantize` takes a model, not its path: load it first, for an encoder-decoder by "
-            f"`AutoModelForSeq2SeqLM.from_pretrained({os.fspath(model)!r})`."
-        )
-    advice = ""
-    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
-        advice = " Quantize first and compile then: `torch.compile(quantize(model))`."
-    elif hasattr(model, "merge_and_unload"):
-        advice = " Of a peft model give the merged one: `quantize(peft_model.merge_and_unload())`."
-    raise ValueError(f"`quantize` takes a model of transformers; got a {type(model).__name__}.{advice}")
+    raise ValueError(
+        f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
+        "afterwards, and merge an adapter with `merge_and_unload()`."
+    )
 
 
 def _check_state(model: PreTrainedModel) -> None:
@@ -288,30 +269,23 @@ def _check_state(model: PreTrainedModel) -> None:
         ValueError: with what it has and what is asked.
     """
     name = type(model).__name__
-    if getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False) or _is_quantized(model):
         raise ValueError(f"This {name} is quantized already.")
-    for path, kind in _quantised(model):
-        raise ValueError(f"This {name} is quantized already (`{path}` is a {kind}).")
     if any(module.training for module in model.modules()):
         raise ValueError(f"This {name} is in training mode: call `model.eval()` before.")
     for path, numbers in (*model.named_parameters(), *model.named_buffers()):
-        if numbers.device.type != "cpu":
+        is_float32 = not numbers.is_floating_point() or numbers.dtype == torch.float32
+        if numbers.device.type != "cpu" or not is_float32:
             raise ValueError(
-                f"`{path}` of this {name} is on {numbers.device}: `quantize` is for a CPU. Call `model.cpu()` before; "
-                "on a GPU `model.to(torch.bfloat16)` is the one line."
+                f"`{path}` of this {name} must be float32 on a CPU, got {numbers.dtype} on {numbers.device}. On a GPU "
+                "use `model.to(torch.bfloat16)` instead."
             )
-        if numbers.is_floating_point() and numbers.dtype != torch.float32:
-            raise ValueError(f"`{path}` of this {name} is {numbers.dtype}: `quantize` takes a model of float32.")
 
 
-def _quantised(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the path and the class of each module or parameter that a quantiser has made."""
-    for path, module in model.named_modules():
-        if isinstance(module, PackedLinear) or type(module).__module__.startswith(QUANTISERS):
-            yield path, type(module).__name__
-    for path, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            yield path, type(parameter).__name__
+def _is_quantized(model: nn.Module) -> bool:
+    """Return whether a quantization library, or this package, has changed a module or a parameter."""
+    modules = any(isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTISERS) for m in model.modules())
+    return modules or any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
 def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:

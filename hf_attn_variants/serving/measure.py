@@ -3,6 +3,7 @@
 import gc
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 
 from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
 from ..inspection.counting import check_sizes
-from ..inspection.page_faults import Usage, Watch, memory_now, summary
 from ..inspection.speed import machine_now, order_of_round, timed_length
 from ..progress import progress_bar
 from .ctranslate2_engine import Exported, ctranslate2_run, why_not, write_folder
@@ -49,7 +49,6 @@ class ServingRow:
         speedup: over the first row.
         first_milliseconds: median until the first token of all sentences is there; None for an encoder.
         peak_bytes: the most memory of a process with this engine alone; None where it was not measured.
-        usage: page faults and seconds in the kernel, medians (`page_faults.summary`).
     """
 
     engine: Engine
@@ -59,7 +58,6 @@ class ServingRow:
     speedup: float
     first_milliseconds: float | None
     peak_bytes: int | None
-    usage: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class ServingTable:
         rows: the engines, the baseline first.
         left_out: engines that cannot serve this model, or are not here: why.
         machine: processor, threads, load and versions.
-        memory: how the process held memory (`page_faults.memory_now`).
         without_peak: engines whose process of its own failed: why.
     """
 
@@ -81,7 +78,6 @@ class ServingTable:
     rows: list[ServingRow]
     left_out: dict[str, str]
     machine: dict[str, Any]
-    memory: dict[str, Any]
     without_peak: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +143,7 @@ def measure_serving(
         gc.collect()
         peaks, without_peak = _peaks(config, timed if peak_memory else [], load, threads, exported)
     rows = _rows(timed, load, times, firsts, peaks)
-    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now(), without_peak)
+    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), without_peak)
 
 
 def _not_here(missing: str | None, names: Sequence[str] | None) -> dict[str, str]:
@@ -206,7 +202,7 @@ def _built(
 def _rows(
     engines: Sequence[Engine],
     load: Load,
-    times: Mapping[str, list[Usage]],
+    times: Mapping[str, list[float]],
     firsts: Mapping[str, list[float]],
     peaks: Mapping[str, int | None],
 ) -> list[ServingRow]:
@@ -218,13 +214,13 @@ def _rows(
 
 
 def _row(
-    engine: Engine, load: Load, usages: list[Usage], firsts: list[float], baseline: float | None, peak: int | None
+    engine: Engine, load: Load, seconds: list[float], firsts: list[float], baseline: float | None, peak: int | None
 ) -> ServingRow:
-    times = [1e3 * usage.seconds for usage in usages]
+    times = [1e3 * each for each in seconds]
     median = statistics.median(times)
     first = 1e3 * statistics.median(firsts) if firsts else None
     speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
-    return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak, summary(usages))
+    return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak)
 
 
 def _fewer_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -238,21 +234,21 @@ def _fewer_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> list
     return [{field: count} for count in given]
 
 
-def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[Usage]], dict[str, list[float]]]:
-    """Return what each round of each engine took, and of what generates the seconds to its first tokens."""
-    usages: dict[str, list[Usage]] = {name: [] for name in runs}
+def _timed(runs: Mapping[str, Run], load: Load, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of each round of each engine and, of what generates, those to its first tokens."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in order_of_round(list(runs), number):
-            with Watch() as watch:
-                runs[name](load.max_new_tokens)
-            with Watch() as first:
-                if load.max_new_tokens is not None:
-                    runs[name](1)
+            start = time.perf_counter()
+            runs[name](load.max_new_tokens)
+            end = time.perf_counter()
+            if load.max_new_tokens is not None:
+                runs[name](1)
             if number >= 0:
-                usages[name].append(watch.usage)
-                firsts[name] += [first.usage.seconds] * (load.max_new_tokens is not None)
-    return usages, firsts
+                times[name].append(end - start)
+                firsts[name] += [time.perf_counter() - end] * (load.max_new_tokens is not None)
+    return times, firsts
 
 
 def advice(table: ServingTable) -> str:

@@ -1,10 +1,8 @@
 """`share_memory`: in a live model of upstream's the beams of a sentence share its memory, and all layers may."""
 
-import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -108,17 +106,10 @@ def _check_hooks(found: dict[str, nn.Module]) -> None:
 def _check_kind(model: Any) -> None:
     if isinstance(model, PreTrainedModel):
         return
-    if isinstance(model, str | os.PathLike):
-        raise ValueError(
-            "`share_memory` takes a model, not its path: load it first, "
-            f"`AutoModelForSeq2SeqLM.from_pretrained({os.fspath(model)!r})`."
-        )
-    advice = ""
-    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
-        advice = " Share first and compile then: `torch.compile(share_memory(model))`."
-    elif hasattr(model, "get_base_model"):
-        advice = " Of a peft model give the model inside: `share_memory(peft_model.get_base_model())`."
-    raise ValueError(f"`share_memory` takes a model of transformers; got a {type(model).__name__}.{advice}")
+    raise ValueError(
+        f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
+        "afterwards, and take a peft model apart with `get_base_model()`."
+    )
 
 
 def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
@@ -194,6 +185,4 @@ def _check_attention(path: str, module: nn.Module) -> None:
         raise ValueError(
             f"`{path}.forward` was replaced on this object (accelerate's offloading does so): share memory before."
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"`{path}` is a scripted module: share memory before.")
     check_attributes(module, kind.attributes)

@@ -1,1 +1,1 @@
-"""Sweeps: variants times seeds of one training command, run one after another, in one table and one plot."""
+"""Sweeps: variants and seeds of one training command, run one after another and compared in a table and a plot."""

@@ -1,48 +1,39 @@
-"""The runs of a sweep: variants times points of the grid times seeds, each checked before any starts."""
+"""The runs of a sweep: each variant at each point of the grid with each seed, as command lines that were checked."""
 
+import contextlib
+import functools
+import glob
+import io
 import itertools
+import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from .flags import CommandFlags
-from .sweep_file import CONVERT, Part, Sweep
+from .sweep_file import CONVERT, MODEL, Sweep, merge_flags
 
-__all__ = ["CONVERTED", "TRAINED", "Run", "axis_name", "check_files", "curve_axis", "plan_runs"]
+__all__ = ["CONVERTED", "TRAINED", "Run", "axis_name", "plan_runs"]
 
-# What a run's folder has: the checkpoint that was converted, and what the training leaves.
+# The folders of a run: the converted checkpoint, and the output of the training.
 CONVERTED, TRAINED = "converted", "trained"
-MODEL = "model_name_or_path"
+OWN_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")  # the sweep sets them
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training, and the conversion before it where there is one.
+    """One training, with the conversion before it if there is one; the words do not name the folders."""
 
-    Attributes:
-        variant: its name; "" where the file has a grid alone.
-        point: its value on each axis of the grid; empty for a reference.
-        seed: its seed.
-        command: the training command.
-        launch: the words that start it.
-        train, convert: the words of both commands, but for the folders; `convert` is None without a conversion.
-    """
-
-    variant: str
-    point: dict[str, Any]
-    seed: int
-    command: str
-    launch: tuple[str, ...]
-    train: tuple[str, ...]
-    convert: tuple[str, ...] | None
-
-    @property
-    def contestant(self) -> str:
-        """What its runs of all seeds are called."""
-        point = [f"{axis_name(axis)} {value}" for axis, value in self.point.items()]
-        return ", ".join([self.variant, *point] if self.variant else point)
+    contestant: str  # the name that the runs of all seeds share
+    variant: str  # the name of the variant; "" if the file has only a grid
+    point: dict[str, Any]  # the value on each axis of the grid; empty for a reference
+    seed: int  # of both commands
+    launch: list[str]  # the words before the training
+    train: list[str]
+    convert: list[str] | None
 
     @property
     def name(self) -> str:
@@ -51,116 +42,96 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where it lies in the sweep's folder."""
-        return Path("runs") / _folder_name(self.contestant) / f"seed-{self.seed}"
+        """The folder of the run in the folder of the sweep."""
+        name = re.sub(r"[^a-z0-9.=_-]+", "-", self.contestant.lower()).strip("-.") or "run"
+        return Path("runs") / name / f"seed-{self.seed}"
 
-    def conversion(self, folder: Path) -> list[str] | None:
-        """Return the words of the conversion, for a run in that folder; None without one."""
+    def commands(self, folder: Path) -> list[list[str]]:
+        """Return the command lines of the run in a folder: the training, and before it the conversion if any."""
+        command, *flags = self.train
+        output = ["--output_dir", str(folder / TRAINED)]
         if self.convert is None:
-            return None
-        return [CONVERT, *self.convert, "--output_dir", str(folder / CONVERTED)]
-
-    def training(self, folder: Path) -> list[str]:
-        """Return the words of the training, without those that launch it."""
-        begins = [] if self.convert is None else [f"--{MODEL}", str(folder / CONVERTED)]
-        return [self.command, *begins, *self.train, "--output_dir", str(folder / TRAINED)]
-
-    def record(self) -> list[list[str]]:
-        """Return its commands, wherever the sweep's folder lies."""
-        here = Path("RUN")
-        conversion = self.conversion(here)
-        return [*([] if conversion is None else [conversion]), [*self.launch, *self.training(here)]]
+            return [[command, *flags, *output]]
+        converted = str(folder / CONVERTED)
+        return [[*self.convert, "--output_dir", converted], [command, f"--{MODEL}", converted, *flags, *output]]
 
 
-def plan_runs(sweep: Sweep, commands: Mapping[str, CommandFlags]) -> list[Run]:
-    """Return the runs of a sweep, those of one seed after another, so that an unfinished sweep compares all variants.
+def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[Run]:
+    """Return the runs of a sweep by seed, so that an unfinished sweep compares all variants.
 
     Args:
         sweep: the file.
-        commands: the flags of its training command, and of "convert".
+        command_module: returns the module of a command, with `make_parser` and `parse_args`.
 
     Raises:
-        ValueError: if a command would not take its flags, two runs are the same, or two would lie in one folder; the
-            message names the variant.
+        ValueError: if the parser of a command does not take its flags, or two runs would share a folder.
     """
-    runs = [
-        _run(sweep, commands, variant, point, part, seed)
-        for seed in sweep.seeds
-        for variant, point, part in _contestants(sweep)
-    ]
-    commands_seen: dict[str, Run] = {}
-    folders: dict[Path, Run] = {}
-    for run in runs:
-        if (same := commands_seen.setdefault(str(run.record()), run)) is not run:
-            raise ValueError(f"{same.contestant!r} and {run.contestant!r} are the same commands: leave one out")
-        if (same := folders.setdefault(run.folder, run)) is not run:
-            raise ValueError(f"{same.contestant!r} and {run.contestant!r} would share the folder {run.folder}")
-    return runs
-
-
-def check_files(run: Run) -> None:
-    """Check that what a run's `..._file` and `..._dir` flags name is there.
-
-    Raises:
-        OSError: if something is not; the message names the variant and the flag.
-    """
-    for words in (run.convert or (), run.train):
-        flag = ""
-        for word in words:
-            if word.startswith("--"):
-                flag = word.removeprefix("--")
-            elif flag.endswith(("_file", "_dir")) and not Path(word).expanduser().exists():
-                raise OSError(f"{run.contestant!r}: `{flag}`: no such file or folder: {word}")
-
-
-def curve_axis(sweep: Sweep) -> str | None:
-    """Return the axis of the grid that a curve is drawn along: the first one of several numbers; None without one."""
-    for axis, points in sweep.grid.items():
-        if len(points) > 1 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in points):
-            return axis
-    return None
+    runs: dict[Path, Run] = {}
+    for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_contestants(sweep)]):
+        contestant = ", ".join([variant] * bool(variant) + [f"{axis_name(a)} {value}" for a, value in point.items()])
+        try:
+            if convert is not None and flags.get(MODEL) is not None:
+                raise ValueError(f"`{MODEL}` must be under `{CONVERT}`, because the converted model is trained.")
+            train = _words(sweep.command, flags, seed, command_module)
+            words = None if convert is None else _words(CONVERT, convert, seed, command_module)
+            run = Run(contestant, variant, point, seed, sweep.launch, train, words)
+            for line in run.commands(Path("RUN")):
+                _check(line, command_module(line[0]))
+        except ValueError as error:
+            raise ValueError(f"{contestant!r}: {error}") from None
+        if runs.setdefault(run.folder, run) is not run:
+            raise ValueError(f"{runs[run.folder].name!r} and {run.name!r} would share the folder {run.folder}.")
+    return list(runs.values())
 
 
 def axis_name(axis: str) -> str:
-    """Return what an axis of the grid is called: its flag, whichever command has it."""
+    """Return the name of an axis of the grid: its flag, without the command."""
     return axis.removeprefix(f"{CONVERT}.")
 
 
-def _contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], Part]]:
-    """Yield each variant at each point of the grid, and each reference: its name, its point, and what it has."""
-    for variant, part in sweep.variants.items():
-        for values in itertools.product(*sweep.grid.values()):
-            point, found = dict(zip(sweep.grid, values, strict=True)), sweep.base.then(part)
-            for axis, value in point.items():
-                found = found.then(sweep.grid[axis][value])
-            yield variant, point, found
-    for reference, part in sweep.references.items():
-        yield reference, {}, sweep.base.then(part)
+def _contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
+    """Yield variant, point, flags and conversion of each variant at each point of the grid, and of each reference."""
+    points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
+    for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):
+        for (variant, flags), point in itertools.product(parts.items(), multipliers):
+            on_axes = (sweep.grid[axis][value] for axis, value in point.items())
+            merged = functools.reduce(merge_flags, (flags, *on_axes), sweep.base)
+            convert = merged.pop(CONVERT, None)
+            yield variant, point, merged, convert
 
 
-def _run(
-    sweep: Sweep, commands: Mapping[str, CommandFlags], variant: str, point: dict[str, Any], part: Part, seed: int
-) -> Run:
-    flags, convert = dict(part.flags), part.convert if part.converts else None
-    if part.converts is not None and MODEL in flags:
-        raise ValueError(f"`{MODEL}` of a run that may be converted is that of `{CONVERT}`: leave it out of the flags")
-    if part.converts is False:
-        flags = {MODEL: part.convert.get(MODEL), **flags}
-    run = Run(variant, point, seed, sweep.command, sweep.launch, (), None)
+def _words(command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]) -> list[str]:
+    """Return a command with its flags as words; flags with the value None are left out."""
+    options, words = command_module(command).make_parser()._option_string_actions, [command]
+    for name, value in flags.items():
+        if name in OWN_FLAGS:
+            raise ValueError(f"`{name}` is set by the sweep. Leave it out.")
+        is_switch = f"--{name}" in options and options[f"--{name}"].nargs == 0
+        if value is not None and is_switch != isinstance(value, bool):
+            rule = "true or false" if is_switch else "text or a number, in quotes if YAML takes it for something else"
+            raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+        if isinstance(value, bool):
+            words += [f"--{name}"] if value else [f"--no-{name}"] * (f"--no-{name}" in options)
+        elif isinstance(value, list):
+            words += [f"--{name}", *(path for each in value for path in _paths(name, each))]
+        elif value is not None:
+            found = _paths(name, value)
+            words += [f"--{name}={found[0]}"] if found[0].startswith("-") else [f"--{name}", *found]
+    return [*words, "--seed", str(seed)]
+
+
+def _paths(name: str, value: Any) -> list[str]:
+    """Return a value as text; for a pattern of files, the files that match it, as a shell does."""
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
+
+
+def _check(line: list[str], module: ModuleType) -> None:
+    """Check a command line with the parser of its command."""
+    printed = io.StringIO()
     try:
-        own = ["--seed", str(seed)]
-        train = (*commands[sweep.command].words(flags), *own)
-        words = None if convert is None else (*commands[CONVERT].words(convert), *own)
-        run = Run(variant, point, seed, sweep.command, sweep.launch, train, words)
-        here = Path("RUN")
-        if (conversion := run.conversion(here)) is not None:
-            commands[CONVERT].check(conversion[1:])
-        commands[sweep.command].check(run.training(here)[1:])
-    except ValueError as error:
-        where = f"{run.contestant!r}: " if run.contestant else ""
-        raise ValueError(f"{where}{error}") from None
-    return run
-
-
-def _folder_name(contestant: str) -> str:
-    return re.sub(r"[^a-z0-9.=_-]+", "-", contestant.lower()).strip("-.") or "run"
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+            module.parse_args(line[1:])
+    except SystemExit:
+        message = printed.getvalue().rpartition("error: ")[2].splitlines()[0]
+        raise ValueError(f"attn-variants {line[0]}: {message}") from None

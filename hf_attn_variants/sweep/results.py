@@ -1,217 +1,141 @@
-"""What a sweep found: its runs' results by contestant, as a table with the spread over seeds, and as JSON."""
+"""The results of a sweep by variant, with the spread over seeds: as JSON, as a table and as a plot."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from .plan import axis_name
 from .runner import RunFolder
+from .sweep_file import Sweep
 
-__all__ = [
-    "PARAMETERS",
-    "TRAINING_SECONDS",
-    "Contestant",
-    "SweepResults",
-    "collect",
-    "default_metrics",
-    "number",
-    "short_name",
-]
+__all__ = ["DEFAULT_METRICS", "collect", "draw_sweep", "markdown"]
 
-PARAMETERS, TRAINING_SECONDS = "num_parameters", "train_runtime"
-# Where a file names no metrics: those of these that the runs report, the first one first.
+# For each training command the metrics that are shown, if its runs report them and the file names none.
 DEFAULT_METRICS = {
-    "classify": ("eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"),
-    "glue": ("eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"),
-    "ner": ("eval_f1",),
-    "pretrain": ("eval_loss",),
-    "pretrain-t5": ("eval_loss",),
-    "seq2seq": ("eval_loss", "eval_bleu"),
-    "squad": ("eval_f1", "eval_exact_match"),
-    "uptrain": ("eval_loss",),
+    "classify": ["eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"],
+    "glue": ["eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"],
+    "ner": ["eval_f1"],
+    "pretrain": ["eval_loss"],
+    "pretrain-t5": ["eval_loss"],
+    "seq2seq": ["eval_loss", "eval_bleu"],
+    "squad": ["eval_f1", "eval_exact_match"],
+    "uptrain": ["eval_loss"],
 }
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # those of Okabe and Ito
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """The runs of one variant at one point of the grid.
-
-    Attributes:
-        name: what tables call it.
-        variant, point: see `plan.Run`.
-        seeds: those that the file asks for.
-        results: what each finished run reports, by seed.
-    """
-
-    name: str
-    variant: str
-    point: dict[str, Any]
-    seeds: tuple[int, ...]
-    results: dict[int, dict[str, Any]]
-
-    def values(self, metric: str) -> list[float]:
-        """Return a metric of each finished run that reports it as a number."""
-        found: list[Any] = [results.get(metric) for results in self.results.values()]
-        return [value for value in found if _is_number(value)]
-
-    def spread(self, metric: str) -> dict[str, float] | None:
-        """Return the mean, the smallest and the largest value of a metric, and of several the sample deviation."""
-        values = self.values(metric)
-        if not values:
-            return None
-        found = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
-        return found | ({"deviation": statistics.stdev(values)} if len(values) > 1 else {})
-
-
-@dataclass(frozen=True)
-class SweepResults:
-    """All contestants of a sweep.
-
-    Attributes:
-        title, command: the file's.
-        metrics: those to show.
-        curve: the axis that curves are drawn along; None without one.
-        contestants: in the order of the file.
-    """
-
-    title: str
-    command: str
-    metrics: tuple[str, ...]
-    curve: str | None
-    contestants: list[Contestant]
-
-    def missing_metrics(self) -> list[str]:
-        """Return the metrics that are to be shown and that no finished run reports."""
-        finished = [each for each in self.contestants if each.results]
-        return [name for name in self.metrics if finished and not any(each.values(name) for each in finished)]
-
-    def about_context(self) -> str:
-        """Return what is to be said of pretrained models that do not read their context; "" where all do."""
-        names = [each.name for each in self.contestants if _fails_gate(each)]
-        if not names:
-            return ""
-        return (
-            f"Not yet trained enough to compare attention: {', '.join(names)}. Their models do not read their context "
-            "(`gate_passed` is false): train longer, or at a higher rate."
-        )
-
-    def reported(self) -> list[str]:
-        """Return the names of the numbers that finished runs report."""
-        return _reported(self.contestants)
-
-    def header(self) -> list[str]:
-        """Return the table's header."""
-        return ["variant", *map(short_name, self.metrics), "parameters", "training, s", "runs"]
-
-    def rows(self) -> list[list[str]]:
-        """Return the table's cells, a row a contestant: means, with the range where there are two runs or more."""
-        rows = []
-        for each in self.contestants:
-            cells = [each.name, *(_cell(each.spread(name)) for name in self.metrics)]
-            cells += [_cell(each.spread(PARAMETERS)), _mean(each.spread(TRAINING_SECONDS))]
-            rows.append([*cells, f"{len(each.results)} of {len(each.seeds)}"])
-        return rows
-
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        lines = [f"| {' | '.join(self.header())} |", "| --- " * len(self.header()) + "|"]
-        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.rows()]
-        note = "Means over seeds, with the range where there are several."
-        context = f"\n{self.about_context()}\n" if self.about_context() else ""
-        return f"# {self.title}\n\n`attn-variants {self.command}`. {note}\n\n" + "\n".join(lines) + f"\n{context}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON holds it: the spread of each number that runs report, and each run's results."""
-        names = self.reported()
-        contestants = [
-            {
-                "name": each.name,
-                "variant": each.variant,
-                "point": each.point,
-                "seeds": list(each.seeds),
-                "spread": {name: found for name in names if (found := each.spread(name)) is not None},
-                "runs": {str(seed): results for seed, results in each.results.items()},
-            }
-            for each in self.contestants
-        ]
-        return {
-            "title": self.title,
-            "command": self.command,
-            "metrics": list(self.metrics),
-            "curve": self.curve,
-            "contestants": contestants,
-        }
-
-
-def collect(
-    folders: Sequence[RunFolder], title: str, command: str, metrics: Sequence[str], curve: str | None
-) -> SweepResults:
-    """Return the results of a sweep's runs, finished or not.
-
-    Args:
-        folders: of its runs.
-        title, command: the file's.
-        metrics: to show; none: the command's own.
-        curve: see `SweepResults`.
-    """
+def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the results of a sweep as JSON values, with the contestants in the order of the file."""
     grouped: dict[str, list[RunFolder]] = {}
     for folder in folders:
         grouped.setdefault(folder.run.contestant, []).append(folder)
-    contestants = []
-    for name, runs in grouped.items():
-        first = runs[0].run
-        results = {each.run.seed: each.results for each in runs if each.results is not None}
-        seeds = tuple(each.run.seed for each in runs)
-        contestants.append(Contestant(name or command, first.variant, first.point, seeds, results))
-    shown = tuple(metrics) or default_metrics(command, _reported(contestants))
-    return SweepResults(title, command, shown, curve, contestants)
+    contestants = [
+        {
+            "name": name or sweep.command,
+            "variant": runs[0].run.variant,
+            "point": runs[0].run.point,
+            "seeds": [each.run.seed for each in runs],
+            "spread": _spreads([each.results for each in runs if each.results]),
+            "runs": {str(each.run.seed): each.results for each in runs if each.results},
+        }
+        for name, runs in grouped.items()
+    ]
+    defaults, reported = DEFAULT_METRICS[sweep.command], _reported(contestants)
+    # A curve is drawn along the first axis of the grid with several numbers.
+    numbers = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
+    return {
+        "title": sweep.title,
+        "command": sweep.command,
+        "metrics": sweep.metrics or [name for name in defaults if name in reported] or defaults[:1],
+        "curve": next(numbers, None),
+        "contestants": contestants,
+    }
 
 
-def default_metrics(command: str, reported: Sequence[str]) -> tuple[str, ...]:
-    """Return the metrics that are shown where a file names none, of those that runs report."""
-    known = DEFAULT_METRICS[command]
-    return tuple(name for name in known if name in reported) or known[:1]
+def markdown(found: dict[str, Any]) -> str:
+    """Return the table of means, with the range if there are several values, and warnings below it."""
+    metrics, contestants = found["metrics"], found["contestants"]
+    rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
+    rows.append(["---"] * len(rows[0]))
+    for each in contestants:
+        cells = [_cell(each["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")]
+        rows.append([each["name"], *cells, f"{len(each['runs'])} of {len(each['seeds'])}"])
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    note = f"`attn-variants {found['command']}`. Means over seeds, with the range if there are several."
+    return "\n\n".join([f"# {found['title']}", note, table, *_warnings(found)]) + "\n"
 
 
-def _fails_gate(contestant: Contestant) -> bool:
-    return any(results.get("gate_passed") is False for results in contestant.results.values())
+def _warnings(found: dict[str, Any]) -> Iterator[str]:
+    """Yield warnings about missing metrics, and about models that need more training."""
+    contestants, reported = found["contestants"], _reported(found["contestants"])
+    if reported and (missing := [name for name in found["metrics"] if name not in reported]):
+        yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
+    gates = {each["name"]: [run.get("gate_passed") for run in each["runs"].values()] for each in contestants}
+    if young := [name for name, passed in gates.items() if False in passed]:
+        yield (
+            f"Not yet trained enough to compare attention: {', '.join(young)}. These models do not read their context "
+            "(`gate_passed` is false). Train them longer, or with a higher learning rate."
+        )
 
 
-def short_name(metric: str) -> str:
-    """Return what a column is called: the dev metrics without "eval_"."""
-    return metric.removeprefix("eval_")
+def draw_sweep(found: dict[str, Any]) -> Any:
+    """Draw the finished runs of a sweep (see `results.collect`), with one panel per metric."""
+    from matplotlib.figure import Figure  # takes half a second
+
+    count, curve = len(found["metrics"]), found["curve"]
+    names = [each["name"].replace("$", r"\$") for each in found["contestants"]]  # it would begin a formula
+    figure = Figure(figsize=((5.2 if curve else max(4.0, 0.5 * len(names))) * count + 0.8, 4.4), layout="constrained")
+    figure.suptitle(found["title"].replace("$", r"\$"))
+    for axes, metric in zip(figure.subplots(1, count, squeeze=False)[0], found["metrics"], strict=True):
+        lines: dict[str, list[tuple[float, float, float, float]]] = {}
+        for row, each in enumerate(found["contestants"]):
+            spread, point = each["spread"].get(metric), each["point"]
+            if spread and curve and curve not in point:  # a reference: a line across, with its range
+                axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
+                axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
+            elif spread:
+                others = [f"{axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
+                name = (
+                    ", ".join([each["variant"]] * bool(each["variant"]) + others).replace("$", r"\$") if curve else ""
+                )
+                ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
+                lines.setdefault(name, []).append((point[curve] if curve else row, spread["mean"], *ends))
+        for i, (name, points) in enumerate(lines.items()):
+            x, mean, *both_ends = zip(*sorted(points), strict=True)
+            style: Any = {"fmt": "o-" if curve else "o", "color": COLOURS[i % len(COLOURS)], "capsize": 3}
+            axes.errorbar(x, mean, both_ends, label=name or None, **style)
+        if not curve:
+            axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
+        elif axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+        axes.set(xlabel=axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
+        axes.grid(alpha=0.25)
+    return figure
 
 
-def number(value: float) -> str:
-    """Return a number with as many digits as a table needs."""
-    if value == int(value) and abs(value) < 1e15:
-        return f"{value:,.0f}"
-    digits = next((digits for digits, least in ((0, 1000), (1, 100), (2, 10)) if abs(value) >= least), 4)
-    return f"{value:,.{digits}f}"
+def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the mean, the range and, of several values, the sample deviation of each number."""
+    spreads = {}
+    for name in dict.fromkeys(name for results in runs for name in results):
+        values = [results[name] for results in runs if _is_number(results.get(name))]
+        if values:
+            spreads[name] = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
+        if len(values) > 1:
+            spreads[name]["deviation"] = statistics.stdev(values)
+    return spreads
 
 
-def _cell(spread: Mapping[str, float] | None) -> str:
+def _reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for each in contestants for name in each["spread"]))
+
+
+def _cell(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ""
-    if spread["min"] == spread["max"]:
-        return number(spread["mean"])
-    return f"{number(spread['mean'])} ({number(spread['min'])} to {number(spread['max'])})"
-
-
-def _mean(spread: Mapping[str, float] | None) -> str:
-    return "" if spread is None else f"{spread['mean']:,.{0 if spread['mean'] >= 10 else 1}f}"
-
-
-def _reported(contestants: Sequence[Contestant]) -> list[str]:
-    names = {
-        name: None
-        for each in contestants
-        for results in each.results.values()
-        for name, value in results.items()
-        if _is_number(value)
-    }
-    return list(names)
+    values = [spread[name] for name in ("mean", "min", "max")]
+    mean, least, most = (f"{value:,.{0 if value == int(value) else 4 if abs(value) < 10 else 1}f}" for value in values)
+    return mean if spread["min"] == spread["max"] else f"{mean} ({least} to {most})"
 
 
 def _is_number(value: Any) -> bool:

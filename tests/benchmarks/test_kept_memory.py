@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_attn_variants.inspection import page_faults
-from hf_attn_variants.inspection.page_faults import KEEPING, Usage, Watch
+from benchmarks import page_faults
+from benchmarks.page_faults import KEEPING, Usage, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "2", "--repeats", "1"]

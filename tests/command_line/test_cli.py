@@ -18,7 +18,6 @@ from fixtures.speech import whisper_checkpoint
 import attn_variants
 import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, cli
-from hf_attn_variants.commands.hf_names import TRAINING_NAMES
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
@@ -145,10 +144,13 @@ def test_examples_fit_80_columns(name, capsys, monkeypatch):
         (["convert", "bert", "--output_dir", "out", "--num_kv_heads", "4"], "; did you mean --num_key_value_heads?"),
         (["inspect", "t5", "--num-beams", "4"], "; did you mean --num_beams?"),
         (["convert", "bert", "--output_dir", "out", "--method", "men"], "; did you mean mean?"),
-        (["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--lr", "1"], "no --lr: use --learning_rate"),
+        (
+            ["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--lr", "1"],
+            "ambiguous option: --lr could match",
+        ),
         (["convert", "bert", "--output_dir", "out", "--heads", "4"], "unrecognized arguments: --heads 4"),
         (["convert", "bert"], "the following arguments are required: --output_dir"),
-        (["glue", "bert", "--task_name", "sst2", "--output_dir", "out", "--max_seq_length", "9"], "--max_length"),
+        (["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--max_seq_length", "9"], "mean --max_length?"),
         (["squad", "--output_dir", "out"], "no checkpoint: name its folder or Hub id first"),
         (["classify", "bert", "--train_file", "a.csv", "--train_file", "b.csv"], "behind one --train_file, divided"),
     ],
@@ -173,7 +175,7 @@ def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, 
             "note: --method is given twice, with two values: the last",
         ),
         (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed is given twice"),
-        (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, "is given twice"),
+        (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, ""),
         (["--token", "hf_first", "--token", "hf_secret"], "token", "hf_secret", "note: --token is given twice"),
         (["--seed", "3", "--seed", "3"], "seed", 3, ""),
     ],
@@ -184,16 +186,6 @@ def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, f
     assert getattr(parse([*calibrated, *flags]), field) == value
     said = capsys.readouterr().err
     assert note in said and bool(said) == bool(note) and "hf_" not in said
-
-
-@pytest.mark.parametrize("command", ["convert", "frontier"])
-def test_a_trainings_name_of_a_calibrations_flag_says_that_one(command, capsys):
-    parse = importlib.import_module(cli.COMMANDS[command][0]).parse_args
-    for name, own in TRAINING_NAMES.items():
-        with pytest.raises(SystemExit) as stopped:
-            parse(["bert", "--output_dir", "o", f"--{name}", "x"])
-        assert stopped.value.code == 2
-        assert f"error: there is no --{name}: use {own}\n" in capsys.readouterr().err
 
 
 def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):

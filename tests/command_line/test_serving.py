@@ -317,11 +317,11 @@ def table_of(peaks=None, rounds=None, **milliseconds):
     rows = [
         ServingRow(
             *(known[name], time, (rounds or {}).get(name, [time]), 1e3 / time, first / time, 1.0),
-            *(None if peaks is None else peaks[name] * 2**20, {}),
+            None if peaks is None else peaks[name] * 2**20,
         )
         for name, time in milliseconds.items()
     ]
-    return ServingTable("t5", Load(1, 64, 32, 1), rows, {}, {}, {})
+    return ServingTable("t5", Load(1, 64, 32, 1), rows, {}, {})
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ commands = {
         "--calibration_size", "32", "--held_out_size", "16", "--fit_steps", "0", "--output_dir", f"{out}/frontier",
     ],
     "push": [f"{out}/gqa", "--repo_id", "me/gqa", "--dry_run"],
-    "refresh": [f"{out}/gqa", "--dry_run"],
+    "refresh": [f"{out}/gqa", "--output_dir", f"{out}/refreshed"],
 }
 with open(f"{out}/text.txt", "w") as file:
     file.writelines(f"the cats sit on {place} and {place}\\n" for place in range(100))

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from hf_attn_variants import cli, convert
 from hf_attn_variants.conversion import Calibration
+from hf_attn_variants.conversion.attention_tensors import LatentForm, best_latent, kept_energy, lost_by_rank
 from hf_attn_variants.conversion.cache_budget import ranks_within
-from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, lost_by_rank
 
 ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 

@@ -14,13 +14,11 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration import calibrate as calibrating
-from hf_attn_variants.conversion.calibration import fitting, output_regression
+from hf_attn_variants.conversion.calibration import fitting
+from hf_attn_variants.conversion.calibration import methods as calibrated
 from hf_attn_variants.conversion.calibration.batches import make_batches
-from hf_attn_variants.conversion.methods import calibrated
-from hf_attn_variants.conversion.methods.aligned import Aligned
-from hf_attn_variants.conversion.methods.calibrated import Calibrated
-from hf_attn_variants.hub.card_steps import step_sections
-from hf_attn_variants.model_history import read_history
+from hf_attn_variants.conversion.calibration.methods import Aligned, Calibrated
+from hf_attn_variants.hub.card import model_card
 
 pytestmark = pytest.mark.cross_product
 
@@ -172,7 +170,7 @@ def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
             batches.append(inputs)
         return attend(tensors, inputs, query_heads)
 
-    for module in (calibrating, fitting, output_regression, calibrated):
+    for module in (calibrating, fitting, calibrated):
         monkeypatch.setattr(module, "attend", counted)
     # 381 texts are fitted to, in batches of 16 and one of 13; 127 are held out, in batches of 16 and one of 15.
     convert_model(bert(), 2, calibration=replace(calibration(fit_steps=fit_steps), texts=text(508)))
@@ -375,4 +373,4 @@ def test_refusals():
 
 
 def _told(folder):
-    return step_sections(read_history(folder).steps, None)[0]["sentence"]
+    return str(model_card(folder, "me/x"))

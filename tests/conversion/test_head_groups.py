@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from hf_attn_variants.conversion.calibration.head_groups import (
-    _sample,
-    best_groups,
-    reorder_heads,
-)
+from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts, reorder_heads
+from hf_attn_variants.conversion.calibration.head_groups import _sample, best_groups
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
-from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.projections import AttentionTensors
 from hf_attn_variants.modeling.mechanisms.head_sharing import consecutive_groups
 
 pytestmark = pytest.mark.cross_product

@@ -12,11 +12,18 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
+from hf_attn_variants.conversion.attention_tensors import (
+    AttentionTensors,
+    HeadCounts,
+    LatentForm,
+    best_latent,
+    kept_energy,
+    on_latent,
+    rank_relation,
+    weight_forms,
+)
 from hf_attn_variants.conversion.calibration.latent_forms import latent_forms
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
-from hf_attn_variants.conversion.grouping import HeadCounts, rank_relation
-from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, on_latent, weight_forms
-from hf_attn_variants.conversion.projections import AttentionTensors
 
 pytestmark = pytest.mark.cross_product
 
@@ -131,11 +138,11 @@ def test_a_latent_of_one_attention_is_fitted_with_it():
 
 @pytest.mark.thorough
 def test_more_tokens_than_are_recorded_at_once_change_nothing(monkeypatch):
-    from hf_attn_variants.conversion.calibration import recording_groups
+    from hf_attn_variants.conversion.calibration import recording
 
     fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
     expected = convert_model(t5(), 2, **fields).state_dict()
-    monkeypatch.setattr(recording_groups, "MAX_RECORDED_BYTES", 1)
+    monkeypatch.setattr(recording, "MAX_RECORDED_BYTES", 1)
     found = convert_model(t5(), 2, **fields).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -353,7 +360,7 @@ def test_without_text_the_form_is_the_error_of_the_weights_products():
     tensors, heads = attention(kv_heads=2)
     forms = weight_forms(tensors, heads)
     new = on_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
-    from hf_attn_variants.conversion.weight_errors import attention_errors
+    from hf_attn_variants.conversion.report import attention_errors
 
     logits, values = attention_errors(tensors, new.folded(), heads)
     assert logits**2 == pytest.approx(1 - new.details["latent_key_energy"], abs=2e-4)

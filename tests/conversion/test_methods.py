@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from hf_attn_variants.conversion.grouping import HeadCounts, group_heads, relation, repeat_heads, split_heads
-from hf_attn_variants.conversion.methods import resolve_method
-from hf_attn_variants.conversion.methods.base import LayerContext
-from hf_attn_variants.conversion.methods.first import first_heads
-from hf_attn_variants.conversion.methods.mean import mean_heads
+from hf_attn_variants.conversion.attention_tensors import (
+    AttentionTensors,
+    HeadCounts,
+    group_heads,
+    relation,
+    repeat_heads,
+    split_heads,
+)
+from hf_attn_variants.conversion.methods import LayerContext, first_heads, mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.conversion.projections import AttentionTensors
+from hf_attn_variants.conversion.request import resolve_method
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 
@@ -135,8 +139,3 @@ def test_random_has_the_architectures_scale_and_no_bias():
 def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
         resolve_method("median")
-
-
-def test_rows_that_do_not_split_are_refused():
-    with pytest.raises(ValueError, match="does not split into 5 heads"):
-        split_heads(torch.zeros(12, 3), 5)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from hf_attn_variants.conversion.calibration.fitting import relative_error
-from hf_attn_variants.conversion.calibration.output_regression import refit_output
+from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
+from hf_attn_variants.conversion.calibration.fitting import refit_output, relative_error
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
-from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.projections import AttentionTensors
 
 WIDTH, HEADS, TOKENS = 48, 4, 12
 

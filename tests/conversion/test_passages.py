@@ -9,8 +9,7 @@ import torch
 from fixtures.calibrations import WordTokenizer, bert, calibration, t5, text
 
 from hf_attn_variants.conversion import convert_checkpoint, convert_model
-from hf_attn_variants.conversion.calibration.batches import make_batches
-from hf_attn_variants.conversion.calibration.passages import passages
+from hf_attn_variants.conversion.calibration.batches import make_batches, passages
 from hf_attn_variants.hub.card import model_card
 
 TEXTS = [f"{number} is a number" for number in range(400)]

@@ -26,8 +26,7 @@ from hf_attn_variants.conversion.quality import (
     edit_distance,
     ratio_interval,
 )
-from hf_attn_variants.hub.card_steps import quality_sentence
-from hf_attn_variants.model_history import read_history
+from hf_attn_variants.hub.card import model_card
 
 
 class MaskingTokenizer(WordTokenizer):
@@ -321,7 +320,7 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     )
     assert said in report.summary() and "error of attention outputs" not in report.summary()
     assert "error of attention outputs" in report.summary(attention_errors=True)
-    sentence = quality_sentence(read_history(tmp_path / "out").steps)
+    sentence = str(model_card(tmp_path / "out", "me/x")).split("## Use")[0]
     assert f"cosine of {stored['value']:.3f} to the original's" in sentence
     assert "The tolerance of `convert` is at least 0.8:" in sentence
 

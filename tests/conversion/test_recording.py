@@ -8,16 +8,16 @@ from architectures import ALBERT, BERT, T5
 from relatives import RELATIVES
 from torch import nn
 
+from hf_attn_variants.conversion.attention_tensors import AttentionTensors
 from hf_attn_variants.conversion.calibration.recording import (
     AttentionInputs,
     attend,
     attention_weights,
     recorded_inputs,
 )
-from hf_attn_variants.conversion.checkpoint.in_memory import ModelReader
-from hf_attn_variants.conversion.methods import resolve_method
+from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.plan import make_plan
-from hf_attn_variants.conversion.projections import AttentionTensors
+from hf_attn_variants.conversion.request import resolve_method
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7

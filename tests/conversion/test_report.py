@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hf_attn_variants.conversion import weight_errors
-from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.projections import AttentionTensors
-from hf_attn_variants.conversion.weight_errors import attention_errors
+from hf_attn_variants.conversion import report
+from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
+from hf_attn_variants.conversion.report import attention_errors
 
 HEADS, HEAD_DIM, SIZE, MEMORY = 6, 3, 10, 7
 
@@ -43,7 +42,7 @@ def products(tensors, kv_heads):
 @pytest.mark.parametrize("same_query", [True, False])
 @pytest.mark.parametrize("source, target", [(6, 2), (6, 1), (3, 1), (2, 6)])
 def test_errors_are_those_of_the_full_products(source, target, same_query, bias, block, monkeypatch):
-    monkeypatch.setattr(weight_errors, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(report, "BLOCK_ELEMENTS", block)
     before, after = attention(source, bias), attention(target, bias, seed=1)
     if same_query:
         kept = {name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")}

@@ -12,7 +12,7 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.calibration.plan_checks import why_not_calibrated
+from hf_attn_variants.conversion.plan import why_not_calibrated
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.hub.heads_diagram import heads_diagram
@@ -88,7 +88,7 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
 @pytest.mark.parametrize(
     ("head", "fields", "message"),
     [
-        (HEAD, {"cross_talking_heads_init": "random"}, "`cross_talking_heads_init` is of talking heads"),
+        (HEAD, {"cross_talking_heads_init": "random"}, "`cross_talking_heads_init`"),
         (
             HEAD,
             {"cross_talking_heads": "none"},
@@ -137,7 +137,7 @@ def test_softmax_heads_of_cross_attention_are_free():
 
 def test_stacks_of_unequal_heads_can_have_them_in_one_place():
     upstream = BART.upstream_model("BartModel")
-    with pytest.raises(ValueError, match="as many heads in both stacks"):
+    with pytest.raises(ValueError, match="`encoder_talking_heads`"):
         convert(upstream, talking_heads="both")
     model = convert(upstream, encoder_talking_heads="both", cross_talking_heads="logits")
     assert model.encoder.layers[0].self_attn.logits_proj.shape == (4, 4)

@@ -17,10 +17,10 @@ from hf_attn_variants import convert, progress
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import texts as files
+from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
-from hf_attn_variants.conversion.checkpoint import in_memory
+from hf_attn_variants.conversion.checkpoint import models
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
-from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.modeling.hosts.modeling_attn_variant_bert import AttnVariantBertModel
 
 
@@ -127,7 +127,7 @@ def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are
 ):
     model = AttnVariantBertModel.from_pretrained(encoder)
     write_text(tmp_path / "lines.txt")
-    monkeypatch.setattr(in_memory.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(models.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
     for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
         with pytest.raises(ValueError, match=r"Calibration\(texts, tokenizer=tokenizer\)"):
             convert(model, 4, calibration=given)

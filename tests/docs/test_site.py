@@ -66,7 +66,7 @@ def test_the_site_builds_without_warnings(tmp_path):
         "conversion.conversions.convert",
         "hub.push.push_checkpoint",
         "training.run_glue.main",
-        "reference.attention_core",
+        "reference.talking_heads.attention_core",
     ):
         assert f'id="hf_attn_variants.{name}"' in api, name
     for page in ("index.html", "tour/index.html", "notebook/minilm/index.html"):

@@ -28,12 +28,14 @@ MIXED = ("onnx_latency", "talking_heads_cpu_layers")
 ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
 SERVED = tuple(f"serving_t5-small_{kind}_batch{size}" for kind in ("cpu", "amx") for size in (1, 4))
 WITHOUT_LINKS = {
-    ("README.md", "In one line, nothing converted"): SERVED,
-    ("README.md", "Converted"): (*BERTS, *LONG),
-    ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE, *SERVED),
+    ("README.md", "hf_attn_variants"): SERVED,
+    ("which.md", "Decoders"): (*LONG, *SERVED),
+    ("which.md", "Encoders"): (*BERTS, *LINEAR),
+    ("which.md", "Research"): ALONE,
     ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, *SERVED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
-    ("sparse.md", "How it is computed"): ("sliding_window_cpu",),
+    ("sparse.md", "Implementation"): ("sliding_window_cpu",),
+    ("share_memory.md", "Sharing memory between beams"): SERVED,
     ("sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
     ("linear.md", "A softmax in some layers"): ("linear_attention_models_cpu",),
 }

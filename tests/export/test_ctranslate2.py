@@ -355,25 +355,17 @@ def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
         return spec
 
     monkeypatch.setattr(ctranslate2_specs, "model_specification", with_other_weights)
-    with pytest.raises(
-        ValueError, match=r"CTranslate2 writes other tokens than the model: \d of 4 inputs .* the model"
-    ):
+    with pytest.raises(ValueError, match="other tokens"):
         export_ctranslate2(folder, tmp_path / "ct2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def table_fields():
-    """Each field of the table that is no head count and no latent's rank, with its prefix, in an encoder-decoder."""
+    """Each field of the table that Transformers has no form of, with its prefix, in an encoder-decoder."""
     known = T5.config_class.variant_fields()
     for row in FIELDS:
-        for prefix in row.prefixes:
-            if (
-                row.query_heads is None
-                and "latent" not in row.facts
-                and row.kind is not dict
-                and prefix + row.name in known
-            ):
-                yield prefix + row.name, row
+        if row.unknown_upstream:
+            yield from ((name, row) for name in row.names if name in known)
 
 
 @pytest.mark.parametrize("name, row", list(table_fields()), ids=[name for name, _ in table_fields()])
@@ -383,30 +375,30 @@ def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
     check_has_form(model_class, config)
     other = {int: 7, str: "another", bool: True, list: ["x2l"]}[row.kind]
     setattr(config, name, other)
-    with pytest.raises(ValueError, match=f"`{name}` is .*, and CTranslate2 has no form for that"):
+    with pytest.raises(ValueError, match=f"`{name}`"):
         check_has_form(model_class, config)
 
 
 @pytest.mark.parametrize(
     "row, head, fields, message",
     [
-        (BERT, "BertModel", {}, "a BertModel cannot be exported to CTranslate2: encoder-decoders that generate can"),
-        (ROWS["bart"], "BartForCausalLM", {}, "a BartForCausalLM cannot be"),
-        (ROWS["bart"], "BartForSequenceClassification", {}, "a BartForSequenceClassification cannot be"),
-        (T5, "T5EncoderModel", {}, "a T5EncoderModel cannot be"),
+        (BERT, "BertModel", {}, "BertModel"),
+        (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
+        (ROWS["bart"], "BartForSequenceClassification", {}, "BartForSequenceClassification"),
+        (T5, "T5EncoderModel", {}, "T5EncoderModel"),
         (
             T5,
             "T5ForConditionalGeneration",
             {"variant": "talking"},
-            "`talking_heads` is 'both', and CTranslate2 has no",
+            "`talking_heads`",
         ),
         (
             ROWS["bart"],
             "BartForConditionalGeneration",
             {"per_layer_values": {"attention_kernel": ["elu", None]}},
-            "`attention_kernel` is 'elu', and CTranslate2 has no",
+            "`attention_kernel`",
         ),
-        (T5, "T5ForConditionalGeneration", {"feed_forward_proj": "mish"}, "the activation 'mish' of a T5For"),
+        (T5, "T5ForConditionalGeneration", {"feed_forward_proj": "mish"}, "'mish'"),
     ],
 )
 def test_what_has_no_form_is_refused_before_weights_are_read(row, head, fields, message, tmp_path):
@@ -435,9 +427,9 @@ def test_tokens_are_named_once_each(caplog):
     config.vocab_size = 50
     assert len(model_tokens(tokenizer, config, generation).vocabulary) == 50
     assert "the model has 50 tokens: the tokenizer's 8 others are left out" in caplog.text
-    with pytest.raises(ValueError, match=r"`eos_token_id` must be one token: .*; got \[2, 3\]"):
+    with pytest.raises(ValueError, match="`eos_token_id`"):
         model_tokens(tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3]))
-    with pytest.raises(ValueError, match="`decoder_start_token_id` must be one of the 50 tokens; got None"):
+    with pytest.raises(ValueError, match="`decoder_start_token_id`"):
         config.decoder_start_token_id = None
         model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
 
@@ -457,10 +449,10 @@ def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, 
 
 @needs_engine
 def test_a_wrong_quantisation_and_a_missing_tokenizer_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"`quantization` must be one of .*; got 'int4'"):
+    with pytest.raises(ValueError, match="`quantization`"):
         export_ctranslate2(tmp_path, tmp_path / "ct2", quantization="int4")
     ROWS["t5"].model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match="no tokenizer files, of which CTranslate2's vocabulary is made"):
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
         export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
 
 

@@ -33,7 +33,7 @@ DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 def test_an_old_torch_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_attn_variants.export.onnx.LEAST_TORCH", "99.0")
-    with pytest.raises(ValueError, match=r"needs torch 99\.0 or newer; this is \d"):
+    with pytest.raises(ValueError, match=r"torch 99\.0"):
         export_onnx(tmp_path / "nothing", tmp_path / "out")
 
 
@@ -188,15 +188,15 @@ def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
 @pytest.mark.parametrize(
     "row, head, fields, message",
     [
-        (BERT, "BertLMHeadModel", {}, "a BertLMHeadModel cannot be exported to ONNX: encoders can"),
-        (ROWS["bart"], "BartForCausalLM", {}, "a BartForCausalLM cannot be"),
-        (T5, "T5ForSequenceClassification", {}, "a T5ForSequenceClassification cannot be"),
-        (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, r"'m2l'.*keeps no cache"),
+        (BERT, "BertLMHeadModel", {}, "BertLMHeadModel"),
+        (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
+        (T5, "T5ForSequenceClassification", {}, "T5ForSequenceClassification"),
+        (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, "`talking_heads_dynamic`"),
         (
             ROWS["bart"],
             "BartForConditionalGeneration",
             {"attention_kernel": "elu"},
-            "'elu' keeps sums over all",
+            "`attention_kernel`",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_what_has_no_graphs_is_refused_by_name(row, head, fields, message, tmp_p
 
 
 def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="`opset` must be one of 18, 20, 23; got 17"):
+    with pytest.raises(ValueError, match="`opset`"):
         export_onnx(tmp_path, tmp_path / "onnx", opset=17)
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
     for options, message in (
@@ -237,5 +237,5 @@ def test_a_graph_that_disagrees_is_an_error(tmp_path):
     _write(graph, 18, tmp_path / "model.onnx")
     with torch.no_grad():
         assert _largest_difference(graph, tmp_path / "model.onnx") < 1e-4
-        with pytest.raises(ValueError, match=r"ONNX Runtime gives last_hidden_state of model.onnx .* beside torch's"):
+        with pytest.raises(ValueError, match="last_hidden_state"):
             _largest_difference(wrong, tmp_path / "model.onnx")

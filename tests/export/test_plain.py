@@ -109,12 +109,18 @@ def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
             "BertForMaskedLM",
             "talking",
             {},
-            "talking heads .*'both'.* have no form in upstream's BertForMaskedLM",
+            "`talking_heads`",
         ),
-        (BERT, "BertModel", "gqa_talking", {}, "have no form in upstream's BertModel"),
-        (BERT, "BertModel", "gqa", {"attention_kernel": "elu"}, "kernels .* have no form in upstream.s BertModel"),
-        (BERT, "BertModel", "gqa", WINDOW, "windows .* have no form in upstream's BertModel"),
-        (T5, "T5Model", "mha", {f"encoder_{name}": value for name, value in WINDOW.items()}, "windows .* T5Model"),
+        (BERT, "BertModel", "gqa_talking", {}, "`talking_heads`"),
+        (BERT, "BertModel", "gqa", {"attention_kernel": "elu"}, "`attention_kernel`"),
+        (BERT, "BertModel", "gqa", WINDOW, "`attention_pattern`"),
+        (
+            T5,
+            "T5Model",
+            "mha",
+            {f"encoder_{name}": value for name, value in WINDOW.items()},
+            "`encoder_attention_pattern`",
+        ),
     ],
 )
 def test_what_has_no_upstream_form_is_refused_by_name(architecture, head, variant, fields, message, tmp_path):
@@ -126,9 +132,9 @@ def test_what_has_no_upstream_form_is_refused_by_name(architecture, head, varian
 
 def test_a_plain_source_and_a_wrong_dtype_are_refused(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
-    with pytest.raises(ValueError, match="'bert': that is upstream's own already"):
+    with pytest.raises(ValueError, match="'bert'"):
         export_transformers(tmp_path / "bert", tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"`dtype` must be one of .*; got 'int8'"):
+    with pytest.raises(ValueError, match="`dtype`"):
         export_transformers(tmp_path / "bert", tmp_path / "plain", dtype="int8")
     assert not (tmp_path / "plain").exists()
 

@@ -1,4 +1,4 @@
-"""What an earlier version saved: loaded by today's classes it gives the same, and its trainings end as they did then.
+"""Saved models give the same outputs when they are loaded again, and saved trainings end with the same weights.
 
 The archives beside this file were made by `benchmarks/versions/golden_artefacts.py`; their manifests say by which
 code and on which machine. Whether repositories load by the code inside them is the question of

@@ -126,7 +126,7 @@ def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
         (["nowhere"], "there is no checkpoint folder 'nowhere'"),
         (["CONVERTED", "--evaluations", "missing.json"], "missing.json"),
         (["CONVERTED", "--card", "missing.md"], "missing.md"),
-        (["CONVERTED", "--repo_id", "a/b/c"], "cannot be a repository's name"),
+        (["CONVERTED", "--repo_id", "a/b/c"], "Repo id"),
     ],
 )
 def test_a_users_error_is_one_line_and_status_2(converted, capsys, more, message):

@@ -53,20 +53,20 @@ def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
 
 def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):
     arguments[arguments.index(TOKEN)] = "hf_wrong"
-    with pytest.raises(ValueError, match="the Hub does not accept this session"):
+    with pytest.raises(OSError, match="hf auth login"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_public_repository_is_found_before_training_where_a_private_one_is_wanted(arguments, hub, tmp_path):
     hub.create("me/stsb", private=False)
-    with pytest.raises(ValueError, match="me/stsb exists and is public, a private one was asked for"):
+    with pytest.raises(ValueError, match="me/stsb exists and is public"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_repository_name_is_found_before_training(arguments, hub, tmp_path):
     arguments[arguments.index("me/stsb")] = "me/sts b"
-    with pytest.raises(ValueError, match="--hub_model_id"):
+    with pytest.raises(ValueError, match="Repo id"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists() and not hub.requests

@@ -14,11 +14,10 @@ from architectures import ARCHITECTURES, BERT, T5, VARIANTS
 from fixtures.uptraining import make_t5
 
 from hf_attn_variants.inspection.attention_maps import maps as maps_module
-from hf_attn_variants.inspection.attention_maps.colours import is_signed, with_changes
 from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
-from hf_attn_variants.inspection.attention_maps.page import attention_page
-from hf_attn_variants.modeling.attention.attention_interface import OWN_FUNCTIONS
-from hf_attn_variants.modeling.variant_names import EAGER
+from hf_attn_variants.inspection.attention_maps.page import _stage, _with_changes, attention_page
+from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 TEXT, TARGET = "the dog sees a small cat", "A MAN FINDS"
 HEADS = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
@@ -175,7 +174,7 @@ def test_without_a_target_the_decoder_reads_its_own_greedy_output(tokenizer, var
 
 
 def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
-    model, functions = make_model().train(), dict(OWN_FUNCTIONS)
+    model = make_model().train()
     implementation = model.config._attn_implementation
     attention_maps(model, tokenizer, TEXT)
 
@@ -186,7 +185,7 @@ def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
     with pytest.raises(RuntimeError, match="broken"):
         attention_maps(model, tokenizer, TEXT)
     assert model.training and model.config._attn_implementation == implementation
-    assert functions == OWN_FUNCTIONS and transformers.AttentionInterface()[EAGER] is functions[EAGER]
+    assert attention_interface.attention_with_weights is attention_with_weights
 
 
 def test_a_longer_text_is_cut_and_says_so(tokenizer):
@@ -224,16 +223,16 @@ def test_a_page_holds_every_value(tokenizer, architecture, variant):
 
 def test_what_training_changed_is_shown_beside_the_identity():
     near = Projection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
-    shown = with_changes([near, Projection("P_w", "softmax head", "value head", torch.ones(3, 2))])
+    shown = list(_with_changes((near, Projection("P_w", "softmax head", "value head", torch.ones(3, 2)))))
     assert [one.name for one in shown] == ["P_l", "100 (P_l - I)", "P_w"]
     torch.testing.assert_close(shown[1].matrix, torch.ones(3, 3))
 
 
 def test_only_weights_well_below_zero_take_two_colours(tokenizer):
     stage = maps_of(tokenizer, variant="mha").attentions[0].stages[0]
-    assert not is_signed(stage)
+    assert not _stage(stage)["signed"]
     stage.maps[0, 0, 0] = -0.5
-    assert is_signed(stage)
+    assert _stage(stage)["signed"]
 
 
 @pytest.mark.parametrize("width", [420, 1200])

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from hf_attn_variants import reference
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -83,7 +83,7 @@ def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, pr
         weights_proj=mixes.get("P_w"),
         **{name: mixes.get(name) for name in DYNAMIC},
     )
-    expected, expected_weights = reference.attention_core(
+    expected, expected_weights = attention_core(
         *inputs, scale=0.3, bias=position_bias, mask=to_additive(mask), **mixes
     )
 
@@ -104,9 +104,7 @@ def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries, 
     position_bias = torch.randn(1, h, queries, KEYS, requires_grad=True) if bias else None
 
     output = fused_attention(*inputs, mask, position_bias, scaling=0.3)
-    expected, _ = reference.attention_core(
-        *inputs, scale=0.3, bias=position_bias, mask=to_additive(mask, torch.float32)
-    )
+    expected, _ = attention_core(*inputs, scale=0.3, bias=position_bias, mask=to_additive(mask, torch.float32))
 
     trained = inputs + ([position_bias] if bias else [])
     assert_same_with_gradients(output, expected.transpose(1, 2), trained, atol=1e-5)
@@ -119,7 +117,7 @@ def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads, batch)
     torch.manual_seed(0)
     inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1, batch=batch)
     mask = torch.randn(batch, h_k, 1, KEYS)
-    expected, _ = reference.attention_core(*inputs, scale=0.5, mask=mask)
+    expected, _ = attention_core(*inputs, scale=0.5, mask=mask)
     torch.testing.assert_close(
         fused_attention(*inputs, mask, scaling=0.5), expected.transpose(1, 2), atol=1e-6, rtol=0
     )
@@ -143,7 +141,7 @@ def test_causal_attention_sees_no_later_key(function, k, bias):
     query, key, value = random_inputs(4, k, 4, torch.float32)
     position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None
     allowed = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril()
-    expected, _ = reference.attention_core(
+    expected, _ = attention_core(
         query, key, value, scale=0.5, bias=position_bias, mask=to_additive(allowed[None, None], torch.float32)
     )
     output = function(query, key, value, None, position_bias, scaling=0.5, is_causal=True)
@@ -191,7 +189,7 @@ def test_a_query_that_may_attend_to_nothing(kind):
 def test_whole_numbers_are_no_mask(function):
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"got torch\.int64: make it `mask\.bool\(\)`"):
+    with pytest.raises(ValueError, match=r"torch\.int64"):
         function(query, key, value, mask, scaling=0.5)
 
 
@@ -199,7 +197,7 @@ def test_whole_numbers_are_no_mask(function):
 def test_half_precision_within_its_own_rounding(k, dtype):
     torch.manual_seed(0)
     inputs = random_inputs(4, k, 4, torch.float64)
-    exact, _ = reference.attention_core(*inputs, scale=0.5)
+    exact, _ = attention_core(*inputs, scale=0.5)
     projection = torch.eye(4, dtype=dtype)
     half = [tensor.detach().to(dtype) for tensor in inputs]
     output, _ = attention_with_weights(*half, scaling=0.5, logits_proj=projection, weights_proj=projection)

@@ -89,31 +89,6 @@ def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
     assert str(error.value) in said
 
 
-T5_PAIRS = [
-    ({"attention_kernel": "elu"}, "`attention_kernel` is of attention without relative positions"),
-    (
-        {"encoder_attention_pattern": "memory_compressed", "encoder_attention_block_size": 2},
-        '`encoder_attention_pattern="memory_compressed"` cannot stand beside a bias by distance',
-    ),
-    (
-        {
-            "encoder_attention_pattern": OF_T5,
-            "encoder_attention_window": 4,
-            "encoder_attention_block_size": 2,
-            "encoder_kv_lora_rank": 8,
-        },
-        '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got 8.',
-    ),
-]
-
-
-@pytest.mark.parametrize("fields, message", T5_PAIRS, ids=lambda each: str(each)[:40])
-def test_what_t5_refuses_names_the_place(fields, message):
-    with pytest.raises(ValueError) as error:
-        T5.config(**fields)
-    assert str(error.value).startswith(message)
-
-
 def test_every_row_is_of_mechanisms_and_is_tried_here():
     of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
     tried = {

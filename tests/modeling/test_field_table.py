@@ -89,8 +89,7 @@ def test_the_choices_of_a_new_field_are_enforced(monkeypatch, default):
     by_layer = {"output_gate": ["tanh", "sigmoid"]}
     assert GatedConfig(num_hidden_layers=2, per_layer_values=by_layer).layer_value("output_gate", 0) == "tanh"
     assert GatedConfig().output_gate == default and GatedConfig(output_gate="tanh").output_gate == "tanh"
-    rule = "`output_gate` must be one of sigmoid, tanh; got 'sigmoi'"
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(ValueError, match="`output_gate`"):
         GatedConfig(output_gate="sigmoi")
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(ValueError, match="`output_gate`"):
         GatedConfig(num_hidden_layers=2, per_layer_values={"output_gate": ["tanh", "sigmoi"]})

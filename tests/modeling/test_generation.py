@@ -87,7 +87,7 @@ def test_static_cache(variant):
 
 def test_a_static_cache_with_unequal_heads_is_a_clear_error():
     model = BERT.model("BertLMHeadModel", "weights")
-    with pytest.raises(ValueError, match="as many key heads as value heads"):
+    with pytest.raises(ValueError, match="`num_value_heads`"):
         model(token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
 
 

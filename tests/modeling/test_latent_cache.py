@@ -257,7 +257,7 @@ def test_a_cache_that_cannot_hold_it_is_a_clear_error():
     model = t5(WIDTH)
     others = start(T5.model("T5ForConditionalGeneration"), batch, first)
     others = EncoderDecoderCache(others.self_attention_cache, DynamicCache())
-    with pytest.raises(ValueError, match=f"keeps {OWN} numbers a token.*`kv_lora_rank`.*has 12 heads of 8"):
+    with pytest.raises(ValueError, match="`kv_lora_rank`"):
         model(**batch, decoder_input_ids=first, **with_cache(others))
 
 

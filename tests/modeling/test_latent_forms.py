@@ -9,11 +9,12 @@ from architectures import ALBERT, BATCH, BERT, LENGTH, T5
 from fixtures.caches import cache_of, with_cache
 from torch import nn
 
-from hf_attn_variants import reference
 from hf_attn_variants.modeling.attention import latent_attention
 from hf_attn_variants.modeling.attention.latent_attention import attend_to_latent
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
+from hf_attn_variants.reference import heads
+from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product
 
@@ -111,7 +112,7 @@ def test_both_forms_are_the_formula(form, implementation, key, value, output, bi
     memory = latent.repeat_interleave(beams, 0)[:, 0]
     keys, values = (each(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-    expected, expected_weights = reference.attention_core(
+    expected, expected_weights = attention_core(
         query, keys, values, scale=0.7, bias=position_bias, mask=additive, P_w=projections.get("weights_proj")
     )
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
@@ -137,7 +138,7 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
     module.dynamic_names = ("m2l",)
     found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
     keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
-    expected, _ = reference.attention_core(query, keys, values, scale=0.7, P_l=projections["logits_proj"], m2l=m2l)
+    expected, _ = attention_core(query, keys, values, scale=0.7, P_l=projections["logits_proj"], m2l=m2l)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
 
 
@@ -240,7 +241,7 @@ def test_one_latent_serves_all_layers(monkeypatch):
 
 @pytest.mark.parametrize("rank", [24, 40])
 def test_the_formula_of_the_paper_in_a_model(rank):
-    """A cross-attention of a model is `reference.latent_attention` with the model's own weights."""
+    """A cross-attention of a model is `heads.latent_attention` with the model's own weights."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
     attention = model.decoder.block[1].layer[1].EncDecAttention
     X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)
@@ -250,7 +251,7 @@ def test_the_formula_of_the_paper_in_a_model(rank):
     )
     P_o = attention.o.weight.unflatten(1, (12, 8)).transpose(0, 1)
     with torch.no_grad():
-        expected = reference.latent_attention(X, M, A, P_q, P_k, P_v, P_o)
+        expected = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o)
         found = attention(X, key_value_states=M @ A)[0]
     assert math.isfinite(expected.sum()) and expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)

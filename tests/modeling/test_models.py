@@ -277,16 +277,16 @@ def test_an_upstream_configuration_is_refused_with_advice(architecture):
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"])
 def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, implementation):
     head = BASE[architecture.name]
-    with pytest.raises(ValueError, match="which would ignore it"):
+    with pytest.raises(ValueError, match="talking_heads="):
         architecture.model(head, "talking", attn_implementation=implementation)
     model = architecture.model(head, "talking")
-    with pytest.raises(ValueError, match="which would ignore it"):
+    with pytest.raises(ValueError, match="talking_heads="):
         model.set_attn_implementation(implementation)
     # Even where somebody writes the name into the configurations behind the model's back.
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = implementation
-    with pytest.raises(ValueError, match="which would ignore it"):
+    with pytest.raises(ValueError, match="talking_heads="):
         outputs(model, architecture.batch(head))
 
 
@@ -348,7 +348,7 @@ def test_flex_attention_runs_grouped_heads(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     expected = outputs(model, batch).last_hidden_state
     model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match='use "sdpa" or "eager"'):
+    with pytest.raises(ValueError, match="output_attentions"):
         outputs(model, batch, output_attentions=True)
     result = outputs(model, batch).last_hidden_state
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)

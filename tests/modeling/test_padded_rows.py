@@ -1,14 +1,11 @@
 """A row gives the same alone and in a padded batch, whatever pattern or kernel: what counts tokens counts its own."""
 
-import json
-
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, T5, token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
-import hf_attn_variants
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 
 pytestmark = pytest.mark.cross_product
@@ -246,71 +243,6 @@ def test_more_padding_on_the_right_moves_nothing(name):
         ids, mask = longer
         found = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def old(model, folder):
-    """The same repository, as it was saved before formats had numbers."""
-    model.save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text())
-    del values["attn_variants_format"]
-    (folder / "config.json").write_text(json.dumps(values))
-    return type(model).from_pretrained(folder).eval()
-
-
-FORMAT_1 = [
-    *(("t5", name, {}) for name in COUNTING if name != "memory_compressed"),
-    ("roberta", "memory_compressed", {}),
-    ("roberta", "linformer", {}),
-    ("roberta", "sliding_window", {"num_global_tokens": 1}),
-]
-
-
-@pytest.mark.parametrize("host, name, more", FORMAT_1, ids=[f"{host}-{name}" for host, name, _ in FORMAT_1])
-def test_a_repository_without_a_number_keeps_its_places_and_one_warning_says_so(
-    host, name, more, tmp_path, monkeypatch
-):
-    from hf_attn_variants.modeling.ops import padded_rows
-
-    row, said = ROWS[host], []
-    monkeypatch.setattr(padded_rows.logger, "warning_once", said.append)
-    model = row.model(next(iter(row.heads)), "gqa", **fields_of(name, prefix_of(row), **more))
-    assert model.config.attn_variants_format == 2
-    again = old(model, tmp_path)
-    assert again.config.attn_variants_format == 1
-    models = [each.get_encoder() if prefix_of(row) else each for each in (model, again)]
-    ids, mask = padded("right")
-    with torch.no_grad():
-        alone, expected = (each(ids[:1]).last_hidden_state for each in models)
-        assert alone.equal(expected) and said == []
-        new, before = (each(ids, attention_mask=mask).last_hidden_state for each in models)
-        if name == "random_blocks":
-            assert said and (new - before)[1, :12].abs().max() > 1e-4
-        else:
-            assert said == [] and new[mask.bool()].allclose(before[mask.bool()], atol=1e-5)
-        said.clear()
-        ids, mask = padded("left")
-        new, before = (each(ids, attention_mask=mask).last_hidden_state for each in models)
-        assert set(said) == {said[0]} and "`attn_variants_format` 1" in said[0]
-        assert (new - before)[mask.bool()].abs().max() > 1e-4
-    # It is kept when saved again, and may be chosen.
-    again.save_pretrained(tmp_path / "again")
-    model_class = type(model)
-    assert model_class.from_pretrained(tmp_path / "again").config.attn_variants_format == 1
-    assert model_class.from_pretrained(tmp_path, attn_variants_format=2).config.attn_variants_format == 2
-
-
-def test_what_is_added_to_an_old_repository_is_of_the_new_format(tmp_path):
-    for model in (BERT.model("BertModel", "gqa"), BERT.upstream_model("BertModel")):
-        model.save_pretrained(tmp_path)
-        values = json.loads((tmp_path / "config.json").read_text())
-        values.pop("attn_variants_format", None)
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        for config in (
-            BERT.config_class.from_pretrained(tmp_path, **fields_of("local_blocks")),
-            BERT.config_class.from_upstream(values, **fields_of("local_blocks")),
-            hf_attn_variants.convert(type(model).from_pretrained(tmp_path), **fields_of("local_blocks")).config,
-        ):
-            assert (config.attn_variants_format, config.attention_pattern) == (2, "local_blocks")
 
 
 def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():

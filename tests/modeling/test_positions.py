@@ -10,7 +10,7 @@ from transformers import StaticCache
 import hf_attn_variants
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import sinusoids
-from hf_attn_variants.reference_scores import sinusoidal_positions
+from hf_attn_variants.reference.scores import sinusoidal_positions
 from hf_attn_variants.registration import longest_input
 
 pytestmark = pytest.mark.cross_product
@@ -165,37 +165,21 @@ def test_a_checkpoint_with_talking_heads_loads_with_a_pattern(tmp_path):
     assert model.config.attention_window == 4 and model.config.talking_heads == "both"
 
 
-WRONG = [
-    (BERT, {"position_embedding_type": "relative_key"}, "neither transformers 5 nor this package reads"),
-    (BERT, {"position_embedding_type": "rotary"}, 'must be None or "absolute" or "sinusoidal"; got \'rotary\'.$'),
-    (BERT, {"position_embedding_type": 1}, "got 1"),
-    (T5, {"position_embedding_type": "absolute"}, "must be None or \"sinusoidal\"; got 'absolute'"),
-    (ENCODER_DECODERS[0], SINUSOIDAL, "of 'attn_variant_bart' must be None or \"absolute\"; got 'sinusoidal'"),
-    (ENCODERS[2], SINUSOIDAL | {"sinusoidal_pos_embds": True}, "`sinusoidal_pos_embds` and .* cannot stand together"),
-]
-
-
-@pytest.mark.parametrize("architecture, fields, message", WRONG, ids=[str(row[1]) for row in WRONG])
-def test_other_positions_are_refused(architecture, fields, message):
-    with pytest.raises(ValueError, match=message):
-        architecture.config("mha", **fields)
-
-
 def test_absolute_stays_accepted(tmp_path):
     for architecture in (BERT, ENCODER_DECODERS[0]):
         config = architecture.config("mha", position_embedding_type="absolute")
         config.save_pretrained(tmp_path / architecture.name)
         assert type(config).from_pretrained(tmp_path / architecture.name).position_embedding_type == "absolute"
-    with pytest.raises(ValueError, match="neither transformers 5"):
+    with pytest.raises(ValueError, match="`position_embedding_type`"):
         type(config).from_upstream(config.to_dict() | {"position_embedding_type": "relative_key_query"})
 
 
 def test_no_conversion_and_no_plain_form(tmp_path):
     model = BERT.model("BertModel", **SINUSOIDAL)
-    with pytest.raises(ValueError, match="`position_embedding_type` is of models that are trained from scratch"):
+    with pytest.raises(ValueError, match="`position_embedding_type`"):
         hf_attn_variants.convert(BERT.model("BertModel"), **SINUSOIDAL)
     fewer = hf_attn_variants.convert(model, num_key_value_heads=3)
     assert fewer.config.position_embedding_type == "sinusoidal"
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"sinusoidal positions .* have no form in upstream's BertModel"):
+    with pytest.raises(ValueError, match="`position_embedding_type`"):
         export_transformers(tmp_path / "model", tmp_path / "plain")

@@ -154,13 +154,11 @@ def test_fewer_heads_than_the_checkpoint_has_name_the_conversion(architecture, t
     architecture.upstream_model(head).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
         loaded(architecture, head, tmp_path, num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"kv_lora_rank=None, .* --kv_lora_rank 6 "):
+    with pytest.raises(ValueError, match="--kv_lora_rank 6 "):
         loaded(architecture, head, tmp_path, kv_lora_rank=6)
 
 
 def test_talking_heads_need_equal_stacks():
-    with pytest.raises(ValueError, match=r"as many heads in both stacks.*=4, decoder_attention_heads=12"):
-        ENCODER_DECODERS[0].config(talking_heads="both")
     config = ENCODER_DECODERS[0].config(talking_heads="both", encoder_attention_heads=12)
     model = hf_attn_variants.AttnVariantBartModel(config).eval()
     plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].config(encoder_attention_heads=12)).eval()

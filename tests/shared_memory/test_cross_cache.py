@@ -70,8 +70,6 @@ def test_one_becomes_the_other_in_place():
 
 def test_another_name_is_refused_before_anything_is_changed():
     model = tiny_model("t5")
-    with pytest.raises(
-        ValueError, match="`cross_cache` must be 'keys_and_values' or 'encoder_outputs'; got 'outputs'"
-    ):
+    with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
     assert not any(isinstance(each, SharesMemory) for each in model.modules())

@@ -3,8 +3,8 @@
 import copy
 import gc
 import io
-import pathlib
 import pickle
+import re
 import weakref
 
 import pytest
@@ -275,46 +275,70 @@ def test_maps_that_are_more_than_a_weight_are_called(source_form):
         assert calls and set(calls) == {rows}
 
 
-def refused(model, *words):
+def tiny_bert(cls=transformers.BertModel, **fields):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return cls(cls.config_class(**sizes, vocab_size=20, **fields))
+
+
+def tiny_gpt2():
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1}
+    return transformers.GPT2Model(transformers.GPT2Config(**sizes))
+
+
+def with_flash_attention():
+    model = tiny_model("t5")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+def with_another_class():
+    model = tiny_model("t5")
+    model.decoder.block[1].layer[1].EncDecAttention.__class__ = OtherAttention
+    return model
+
+
+def with_another_forward():
+    model = tiny_model("bart")
+    model.model.decoder.layers[0].encoder_attn.forward = print
+    return model
+
+
+def of_two_berts(cls):
+    decoder = tiny_bert(cls, is_decoder=True, add_cross_attention=True)
+    return transformers.EncoderDecoderModel(encoder=tiny_bert(), decoder=decoder)
+
+
+# The model, and what the error names.
+ERRORS = {
+    "encoder": (tiny_bert, "BertModel"),
+    "encoder of an encoder-decoder": (lambda: tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel"),
+    "encoder of ours": (lambda: hf_attn_variants.AttnVariantT5EncoderModel(variant_config("t5")), "T5EncoderModel"),
+    "decoder": (tiny_gpt2, "GPT2Model"),
+    "decoder of an encoder-decoder": (
+        lambda: transformers.BartForCausalLM(tiny_model("bart").config),
+        "BartForCausalLM",
+    ),
+    "path": (lambda: "runs/a", "`model`"),
+    "no model": (lambda: torch.nn.Linear(2, 2), "`model`"),
+    "wrapped": (lambda: torch.compile(tiny_model("t5")), "`model`"),
+    "implementation": (with_flash_attention, "flash_attention_2"),
+    "another class": (with_another_class, "decoder.block.1.layer.1.EncDecAttention"),
+    "another forward": (with_another_forward, "model.decoder.layers.0.encoder_attn"),
+    "two models": (lambda: of_two_berts(transformers.BertLMHeadModel), "EncoderDecoderModel"),
+    "two models, one of ours": (
+        lambda: of_two_berts(hf_attn_variants.AttnVariantBertLMHeadModel),
+        "EncoderDecoderModel",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, named", ERRORS.values(), ids=ERRORS)
+def test_errors_leave_the_model_unchanged(make, named):
+    model = make()
     before = states_of(model) if isinstance(model, transformers.PreTrainedModel) else None
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError, match=re.escape(named)):
         share_memory(model)
-    for word in words:
-        assert word in str(told.value), told.value
-    if before is not None:
-        assert states_of(model) == before
-
-
-def test_what_cannot_share_is_refused_by_name():
-    bert = transformers.BertModel(
-        transformers.BertConfig(
-            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=20
-        )
-    )
-    refused(bert, "BertModel is no encoder-decoder: `share_memory` takes these alone")
-    refused(tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel is no encoder-decoder")
-    encoder = hf_attn_variants.AttnVariantT5EncoderModel(variant_config("t5"))
-    refused(encoder, "AttnVariantT5EncoderModel is no encoder-decoder")
-    gpt2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1}
-    refused(transformers.GPT2Model(transformers.GPT2Config(**gpt2)), "GPT2Model is no encoder-decoder")
-    refused("runs/a", "load it first", "from_pretrained('runs/a')")
-    refused(pathlib.Path("runs/a"), "load it first", "from_pretrained('runs/a')")
-    refused(torch.nn.Linear(2, 2), "Linear")
-    refused(torch.compile(tiny_model("t5")), "torch.compile(share_memory(model))")
-    flash = tiny_model("t5")
-    flash.config._attn_implementation_internal = "flash_attention_2"
-    refused(flash, "flash_attention_2", "sdpa")
-    other = tiny_model("t5")
-    other.decoder.block[1].layer[1].EncDecAttention.__class__ = OtherAttention
-    refused(other, "decoder.block.1.layer.1.EncDecAttention", "OtherAttention")
-    hooked = tiny_model("bart")
-    hooked.model.decoder.layers[0].encoder_attn.forward = print
-    refused(hooked, "model.decoder.layers.0.encoder_attn", "accelerate")
-    decoder = transformers.BartForCausalLM(tiny_model("bart").config)
-    refused(decoder, "BartForCausalLM is no encoder-decoder")
-    for cls in (transformers.BertLMHeadModel, hf_attn_variants.AttnVariantBertLMHeadModel):
-        own = cls(cls.config_class(**bert.config.to_diff_dict() | {"is_decoder": True, "add_cross_attention": True}))
-        refused(transformers.EncoderDecoderModel(encoder=bert, decoder=own), "EncoderDecoderModel")
+    assert before is None or states_of(model) == before
 
 
 def variant_config(name, **fields):
@@ -355,17 +379,18 @@ def test_our_own_encoder_decoders_share_as_they_are(name, fields):
 def test_heads_that_talk_in_cross_attention_keep_a_memory_for_each_beam(name):
     model = variant_model(name, cross_talking_heads="logits")
     assert searched(model, name)[1] == {9}
-    refused(model, "talk in its cross-attentions", 'cross_talking_heads="none"')
+    with pytest.raises(ValueError, match="cross_talking_heads="):
+        share_memory(model)
     assert share_memory(model, False) is model
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_cache_of_encoder_outputs_is_a_field(name):
-    with pytest.raises(ValueError, match=r"holds keys and values.* convert with `cross_kv_lora_rank=32`"):
+    with pytest.raises(ValueError, match="`cross_kv_lora_rank=32`"):
         share_memory(variant_model(name), cross_cache="encoder_outputs")
     model = variant_model(name, cross_kv_lora_rank=32)
     assert share_memory(model, cross_cache="encoder_outputs") is model
-    with pytest.raises(ValueError, match="`cross_cache` must be"):
+    with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
 
 
@@ -406,7 +431,7 @@ def test_a_whole_model_whose_cross_attention_is_not_known_is_named_so():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]
     model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts))
-    with pytest.raises(ValueError, match=r"EncoderDecoderModel has no cross-attention that is known here\. Known are"):
+    with pytest.raises(ValueError, match="EncoderDecoderModel"):
         share_memory(model.eval())
-    with pytest.raises(ValueError, match="that is known here: give the whole encoder-decoder"):
+    with pytest.raises(ValueError, match="BartEncoder"):
         share_memory(tiny_model("bart").get_encoder())

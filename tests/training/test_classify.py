@@ -14,7 +14,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from hf_attn_variants import cli, convert
 from hf_attn_variants.commands import glue as glue_command
-from hf_attn_variants.commands import hf_names
 from hf_attn_variants.commands.classify import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
@@ -470,22 +469,6 @@ def test_a_metric_of_another_problem_is_refused_before_training(run, sorts, tmp_
     with pytest.raises(ValueError, match="'accuracy': there are loss, rmse, mae, pearson, spearmanr"):
         run(train, dev, *TEXT, "--label_column", "size", "--metric_for_best_model", "accuracy")
     assert not (tmp_path / "out").exists()
-
-
-def test_names_of_hf_scripts_say_what_to_give(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse_args(["m", *FILES, "--output_dir", "o", "--text_column_names", "a,b"])
-    assert stopped.value.code == 2
-    assert "error: there is no --text_column_names: use --text_columns, divided by spaces" in capsys.readouterr().err
-    for flag in hf_names.HF_NAMES:
-        with pytest.raises(SystemExit):
-            parse_args(["m", *FILES, f"--{flag}=1"])
-        said = capsys.readouterr().err
-        # All of them are true of this command: each flag that is named is one of it.
-        assert f"error: there is no --{flag}: " in said and hf_names.HF_NAMES[flag] in said
-    with pytest.raises(SystemExit):  # what is another command's flag alone is said by argparse
-        glue_command.parse_args(["m", "--task_name", "sst2", "--output_dir", "o", "--do_regression"])
-    assert "unrecognized arguments: --do_regression" in capsys.readouterr().err
 
 
 def test_help_has_examples_that_fit(capsys):

@@ -50,7 +50,6 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
     "is_decoder": True,
 }
-GLOBAL = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
 WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 MODELS = {
     "bert": (BertLMHeadModel, BertConfig, {}),
@@ -260,7 +259,6 @@ def test_two_processes_train_like_one(run, tmp_path):
         (scratch("bert", "--whole_word_mask"), "--whole_word_mask is for masked tokens"),
         (scratch("bert", "--mlm_probability", 0.3), "--mlm_probability is for masked tokens"),
         (scratch("bert", "--sentence_task", "nsp"), "--sentence_task is for masked tokens"),
-        (scratch("bert", *GLOBAL), "`num_global_tokens` is of encoders"),
         (["--model_type", "bert", "--config_overrides", f"{TINY},attention_kernel=linformer"], "linformer"),
         (scratch("bert", "--max_length", 65), "--max_length 65 is too long: the model has 64 positions"),
     ],

@@ -1,4 +1,4 @@
-"""A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
+"""The model's inputs for the examples of a calibration: texts, passages and targets in batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,6 @@ from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 from .calibration_checks import check_texts
-from .passages import passages, reads_passages
 
 __all__ = [
     "ENCODER_OUTPUTS",
@@ -30,14 +29,21 @@ __all__ = [
     "make_batches",
     "own_targets",
     "padded",
+    "passages",
     "read_by_decoder",
     "read_by_encoder",
+    "reads_passages",
     "tokens_of",
     "whole_batches",
     "with_lengths",
     "written_tokens",
 ]
 
+logger = logging.get_logger(__name__)
+
+# Tokens of the shortest passage; single texts are shorter.
+SHORTEST = 16
+GOLDEN_RATIO = (1 + 5**0.5) / 2
 # Below this there is nothing to fit to; how many are wanted, `calibration_checks.check_amount` says.
 MIN_TOKENS = 100
 # A text is much shorter than what the model reads where it has less than its positions by this.
@@ -55,11 +61,50 @@ ENCODER_OUTPUTS = "encoder_outputs"
 IGNORED = -100
 # What an encoder reads that is as large as what it makes of it.
 FEATURES = "input_features"
-
-logger = logging.get_logger(__name__)
-
 Batch = dict[str, torch.Tensor]
 Parts = tuple[list[int], list[int]]
+
+
+def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> bool:
+    """Return whether half of a calibration's texts go on with those after them.
+
+    Raises:
+        ValueError: if that is asked for, and the model has a decoder beside its encoder.
+    """
+    has_both = decoder_input(model_class, config) is not DecoderInput.NOTHING
+    if calibration.passages and has_both:
+        raise ValueError(
+            f"`passages` are for encoders; {model_class.__name__} has a decoder too, which would have to answer them."
+        )
+    return calibration.can_be_passages and not has_both and calibration.passages is not False
+
+
+def passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
+    """Return what every second text becomes: itself with the texts after it, and the tokens at which that is cut.
+
+    The logarithms of these lengths are spread evenly between those of `SHORTEST` and `longest`. A text that is as long
+    as its passage would be stays as it is.
+
+    Args:
+        texts: the texts.
+        counts: the tokens of each, without special ones. Words would not do: Chinese and chemical formulas have none.
+        longest: the tokens of the longest passage.
+    """
+    shortest = min(SHORTEST, longest)
+    joined = {}
+    for i in range(0, len(texts), 2):
+        # Multiples of the golden ratio, modulo 1, are even over any stretch of texts, and nothing is drawn.
+        length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
+        parts, tokens = [texts[i]], counts[i]
+        # After the last text comes the first, and none comes twice.
+        for following in range(1, len(texts)):
+            if tokens >= length:
+                break
+            parts.append(texts[(i + following) % len(texts)])
+            tokens += max(1, counts[(i + following) % len(texts)])
+        if len(parts) > 1:
+            joined[i] = (" ".join(parts), length)
+    return joined
 
 
 def with_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:

@@ -15,27 +15,21 @@ from ...languages import set_languages
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
+from ..attention_tensors import AttentionTensors, HeadCounts, LatentForms, best_latent
 from ..calibration_settings import Calibration
-from ..checkpoint.in_memory import TensorSource
-from ..grouping import HeadCounts
-from ..latents import LatentForms, best_latent
-from ..methods.base import CalibratedMethod, LatentInText, LayerContext
-from ..methods.mean import MeanPooling
-from ..plan import ConversionPlan, seeded_generator
-from ..projections import AttentionTensors
+from ..checkpoint.models import TensorSource
+from ..methods import CalibratedMethod, LatentInText, LayerContext, MeanPooling
+from ..plan import ConversionPlan, seeded_generator, why_not_calibrated
 from .audio import audio_batches
-from .batches import Batch, make_batches, whole_batches, with_lengths
+from .batches import Batch, check_targets, make_batches, reads_passages, whole_batches, with_lengths
 from .calibration_checks import check_amount, check_source_loss
 from .fitting import error_compared_with, rounded
 from .latent_forms import latent_forms
-from .passages import reads_passages
-from .plan_checks import is_calibrated
-from .recording import AttentionInputs, attend, recorded_inputs
-from .recording_groups import recorded_together
+from .recording import AttentionInputs, attend, recorded_inputs, recorded_together
 from .source_models import SourceModel
 from .source_outputs import SourceOutputs
 
-__all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text"]
+__all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text", "is_calibrated"]
 
 # What the work on an attention takes, in calls of it: the closed form for each batch, a step of the fit.
 CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
@@ -107,10 +101,38 @@ def forms_on_text(
         return course.forms(modules)
 
 
-def calibration_settings(plan: ConversionPlan, calibration: Calibration | None) -> dict[str, Any] | None:
-    """Return what a report says of the calibration; None where nothing was fitted."""
-    if calibration is None or not plan.reduced:
-        return None
+def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
+    """Return whether a plan has attentions to fit to the text or audio.
+
+    Raises:
+        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there are only
+            talking heads to add.
+    """
+    if not plan.reduced:
+        if any(module.projections for module in plan.modules):
+            raise ValueError(
+                "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: "
+                "leave it out."
+            )
+        return False
+    _check_kind(plan, calibration)
+    if (reason := why_not_calibrated(plan)) is not None:
+        raise ValueError(f'method {plan.method.name!r} cannot be used here: {reason}. Use method "mean".')
+    if not plan.hears:
+        check_targets(plan.model_class, plan.config, calibration)
+    return True
+
+
+def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
+    name = plan.model_class.__name__.removeprefix("AttnVariant")
+    if plan.hears and calibration.audio is None:
+        raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
+    if not plan.hears and calibration.audio is not None:
+        raise ValueError(f"{name} reads text: give the calibration `texts` (--calibration_file), no audio.")
+
+
+def calibration_settings(plan: ConversionPlan, calibration: Calibration) -> dict[str, Any]:
+    """Return the settings of the calibration for the report."""
     are_passages = reads_passages(plan.model_class, plan.config, calibration)
     return calibration.settings(plan.method, calibration.passage_length if are_passages else None)
 

@@ -1,32 +1,134 @@
-"""Which heads should share a key/value head: chosen by what sharing loses on text, where a model's heads are free."""
+"""Second moments of heads on text, and the groups of heads that lose least when they share keys and values."""
 
 import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...modeling.mechanisms.head_sharing import consecutive_groups
-from ..grouping import HeadCounts, join_heads, split_heads
-from ..projections import AttentionTensors
-from .moments import head_moments, square_root
-from .recording import AttentionInputs
+from ..attention_tensors import AttentionTensors, HeadCounts
+from .recording import AttentionInputs, attention_weights
+
+__all__ = ["HeadMoments", "best_groups", "head_moments", "heads_are_free", "pseudo_inverse", "square_root"]
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["best_groups", "heads_are_free", "reorder_heads"]
-
+# Relative to the largest: directions of less weight than this are numerical noise of float32 activations.
+RANK_TOLERANCE = 1e-7
 # The text that the search looks at; its moments are of all heads together, which costs h times those of groups.
 SEARCH_TOKENS = 8192
 RANDOM_STARTS = 16
 # What the search may hold: two sets of the heads' moments.
 MAX_SEARCH_BYTES = 8 * 2**30
-
 Groups = list[list[int]]
+
+
+def _heads_of(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
+    """Return the queries, keys or values (`role`) of all heads, shared ones repeated: [b, n, D] to [b, n, h, d]."""
+    projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
+    return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
+
+
+def _centred_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
+    """Return the keys of all tokens less their mean in each text, which no softmax sees: [rows, h, d]."""
+    present = batch.memory_valid()
+    keys = _heads_of(tensors, "key", heads, batch.memory)
+    counts = present.sum(1).clamp_min(1)[:, None, None]
+    keys = keys - ((keys * present[..., None, None]).sum(1) / counts)[:, None]
+    return keys[present]
+
+
+class HeadMoments(NamedTuple):
+    """Second moments in float64: what the closed form knows of the text.
+
+    Attributes:
+        queries: of each head's queries, [h, d, d].
+        keys: for each group of query heads that will share a key/value head, of its stacked centred keys, [g*d, g*d].
+        values: for each group, of its stacked values as each of its heads reads them, [g, g*d, g*d].
+        attended_keys: for each group, of its stacked keys as its heads attend to them, [g*d, g*d]: each key counts by
+            the weight p that a query gives it, less the mean z under p. An error E of the keys changes the softmax by
+            a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second order. Empty unless they
+            are asked for.
+    """
+
+    queries: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    attended_keys: list[torch.Tensor]
+
+
+def head_moments(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    groups: Sequence[Sequence[int]],
+    with_attended_keys: bool = False,
+) -> HeadMoments:
+    """Return the moments of an attention's heads on text.
+
+    Args:
+        tensors, heads: the attention.
+        inputs: what it is called with.
+        groups: of query heads that will share a key/value head.
+        with_attended_keys: whether these are wanted.
+    """
+    d = heads.head_dim
+    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
+    queries = torch.zeros(heads.query, d, d, **like)
+    keys = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
+    values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]
+    attended = [torch.zeros_like(moment) for moment in keys] if with_attended_keys else []
+    query_count = key_count = 0
+    for batch in inputs:
+        query = _heads_of(tensors, "query", heads, batch.states)[batch.valid]  # [rows, h, d]
+        key = _centred_keys(tensors, heads, batch)
+        queries += torch.einsum("rhd,rhe->hde", query, query)
+        query_count, key_count = query_count + query.shape[0], key_count + key.shape[0]
+        for group, moment in zip(groups, keys, strict=True):
+            of_group = key[:, list(group)].flatten(1)
+            moment += of_group.T @ of_group
+        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
+        value = _heads_of(tensors, "value", heads, batch.memory)  # [b, m, h, d]
+        for group, moments in zip(groups, values, strict=True):
+            of_group = value[:, :, list(group)].flatten(2)
+            for head, moment in zip(group, moments, strict=True):
+                read = (weights[:, head] @ of_group)[batch.valid]
+                moment += read.T @ read
+        for group, moment in zip(groups, attended, strict=False):
+            moment += _attended(tensors, heads, batch, weights[:, list(group)], list(group))
+    return HeadMoments(
+        queries / query_count,
+        [moment / key_count for moment in keys],
+        [moment / query_count for moment in values],
+        [moment / query_count for moment in attended],
+    )
+
+
+def _attended(
+    tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
+) -> torch.Tensor:
+    """Return what a batch adds to a group's moment of attended keys; `weights` are its heads', [b, g, n, m]."""
+    keys = _heads_of(tensors, "key", heads, batch.memory)[:, :, group].flatten(2)  # [b, m, g*d]
+    weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
+    weighted = keys * weights.sum((1, 2))[..., None]
+    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z of each query and head
+    return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
+
+
+def square_root(moment: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric square root of a positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+
+
+def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
+    """Return the pseudo-inverse of a `square_root`."""
+    values, vectors = torch.linalg.eigh((root + root.T) / 2)
+    floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
+    return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
 
 
 def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
@@ -36,25 +138,6 @@ def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool
     """
     own = heads.query == heads.output and heads.key == heads.value
     return own and all(batch.position_bias is None for batch in inputs)
-
-
-def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Groups) -> AttentionTensors:
-    """Return the same attention with its query heads in the order of `groups`, which changes no output.
-
-    Query heads that share a key/value head of the source must be beside each other in `groups`.
-    """
-    order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
-    share = heads.query // heads.key[0]
-    shared = order[::share] // share
-    changed: dict[str, Any] = {}
-    for role, rows in (("query", order), ("key", shared), ("value", shared)):
-        changed |= tensors.mapped(role, partial(_heads_in_order, order=rows))
-    output = tensors.output_weight.unflatten(1, (heads.output, -1))[:, order].flatten(1)
-    return replace(tensors, **changed, output_weight=output)
-
-
-def _heads_in_order(projection: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return join_heads(split_heads(projection, len(order))[order])
 
 
 @torch.no_grad()

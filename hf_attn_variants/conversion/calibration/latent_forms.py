@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 
-from ..grouping import HeadCounts, repeat_heads, split_heads
-from ..latents import LatentForm, LatentForms
-from ..projections import AttentionTensors
+from ..attention_tensors import AttentionTensors, HeadCounts, LatentForm, LatentForms, repeat_heads, split_heads
 from .recording import AttentionInputs, attention_weights
 
 __all__ = ["latent_forms"]

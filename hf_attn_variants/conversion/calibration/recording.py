@@ -1,4 +1,4 @@
-"""What a model's attentions are called with on real text, recorded for the methods that fit new heads to it."""
+"""The inputs of each attention of the original model on a calibration, recorded in passes that fit into memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from ...modeling.ops.softmax_attention import attention_with_weights, fused_atte
 from ...modeling.ops.window_blocks import as_full_attention
 from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
-from ..projections import AttentionTensors
+from ..attention_modules import AttentionModule
+from ..attention_tensors import AttentionTensors
 from .batches import read_by_decoder, read_by_encoder
 
-__all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
+__all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs", "recorded_together"]
 
 UNREADABLE = "the source cannot read the calibration: its configuration is wrong"
+# What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
+MAX_RECORDED_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)
@@ -252,3 +255,39 @@ def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch
 # Registered by name because that is how upstream finds a function and the mask that it needs.
 AttentionInterface.register(RECORDING, _recording_attention)
 AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
+
+
+def recorded_together(
+    modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
+) -> Iterator[list[AttentionModule]]:
+    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`.
+
+    An attention's own inputs count for each, the encoder's outputs once for all cross-attentions.
+    """
+    read, written = map(sum, zip(*map(_positions, batches), strict=True))
+
+    def size(module: AttentionModule, others: list[AttentionModule]) -> int:
+        own = (written if module.site.stack == "decoder" else read) * model_class.module_runs(config, module.name)
+        is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
+        return (own + (read if is_first else 0)) * config.hidden_size * 4
+
+    group: list[AttentionModule] = []
+    total = 0
+    for module in modules:
+        if group and total + size(module, group) > MAX_RECORDED_BYTES:
+            yield group
+            group, total = [], 0
+        total += size(module, group)
+        group.append(module)
+    if group:
+        yield group
+
+
+def _positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Return how many positions the encoder (or the only stack) and the decoder read of a batch.
+
+    Of audio's features [b, bins, frames] the encoder reads every other frame.
+    """
+    audio = batch.get("input_features")
+    read = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2
+    return read, batch["decoder_input_ids"].numel() if "decoder_input_ids" in batch else read

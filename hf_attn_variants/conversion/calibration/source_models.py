@@ -10,11 +10,10 @@ from transformers import AutoFeatureExtractor, PreTrainedModel
 
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..calibration_settings import Calibration
-from ..checkpoint.in_memory import ModelReader, assemble
-from ..checkpoint.loading import load_tokenizer_of, model_of_tensors, reading_checkpoint
-from ..checkpoint.reading import CheckpointReader
-from ..checkpoint_folder import generation_config
+from ..checkpoint.models import ModelReader, assemble, load_tokenizer_of, model_of_tensors, reading_checkpoint
+from ..checkpoint.tensor_files import CheckpointReader
 from ..plan import ConversionPlan
+from ..writing import generation_config
 
 __all__ = ["SourceModel", "check_has_processor", "load_processor", "source_in_memory", "source_of_folder"]
 

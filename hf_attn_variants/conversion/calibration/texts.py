@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
-from ..calibration_settings import CALIBRATION_SIZE, MIN_TEXTS, Calibration
+from ..calibration_settings import CALIBRATION_SIZE, MIN_TEXTS, Calibration, CalibrationLike
 from .audio import read_audio_calibration
 
-__all__ = ["CalibrationLike", "as_calibration", "read_calibration"]
-
-CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str | os.PathLike
+__all__ = ["as_calibration", "read_calibration"]
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
+"""The folder of a checkpoint, checked before it is read, its configuration, and the files beside its weights."""
 
 import logging
 import os
@@ -8,7 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from ...files import (
+    CARD_NAME,
     CONFIG_NAME,
     HISTORY_NAME,
     INDEX_NAME,
@@ -16,20 +19,21 @@ from ...files import (
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
-    REFRESH_PREFIX,
     RESULT_FILES,
     SENTENCE_MODULES_NAME,
     TRACKER_FOLDERS,
-    UNFINISHED_REFRESH,
     WEIGHTS_NAME,
     load_json,
 )
-from ...model_folder import ADAPTER_FILES
-from .folder_checks import check_files, check_no_adapter, check_no_pickle, check_whole_model, why_not_read
+from ...model_folder import ADAPTER_FILES, unfinished_swap
 
 __all__ = [
     "cached_folder",
+    "check_files",
+    "check_no_adapter",
+    "check_no_pickle",
     "check_source",
+    "check_whole_model",
     "copy_side_files",
     "learned_tokens",
     "local_folder",
@@ -37,9 +41,25 @@ __all__ = [
     "resolve_source",
     "side_files",
     "warn_of_own_code",
+    "why_not_read",
 ]
 
 logger = logging.getLogger(__name__)
+
+# What transformers, peft and this package read of a folder by its name.
+LOADED = (
+    "*.json",
+    "*.safetensors",
+    "*.bin",
+    "*.model",
+    "*.spm",
+    "*.py",
+    "*.jinja",
+    "vocab.*",
+    "merges.txt",
+    CARD_NAME,
+)
+WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
@@ -47,6 +67,82 @@ OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
 # What the names of this package's classes have, and the entries of `auto_map` that lead to a model's code.
 OWN_CLASSES, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
+def why_not_read(path: Path, folder: Path) -> str | None:
+    """Say why a file or folder in a checkpoint's folder is not read; None where it is.
+
+    Links are read within the folder, and into the Hub's cache, which is made of them.
+    """
+    target, home = path.resolve(), folder.resolve()
+    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
+    is_blob = snapshots is not None and target.is_relative_to(snapshots.parent / "blobs")
+    is_blob |= "blobs" in target.parts and target.is_relative_to(Path(HF_HUB_CACHE).resolve())
+    if not is_blob and not target.is_relative_to(home):
+        return f"a link that leads out of the folder, to {target}"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return "neither a file nor a folder"
+    return None
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a folder that loaders read by their names.
+
+    Raises:
+        OSError: if one is a link out of the folder or to nothing, or a pipe or a device; or if a run was killed while
+            it wrote the folder.
+    """
+    if advice := unfinished_swap(folder):
+        raise FileNotFoundError(f"{folder} holds no whole model: {advice}")
+    for path in sorted(folder.iterdir()):
+        if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):
+            continue
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is a link to a file that is not there: mend or remove it.")
+        if reason := why_not_read(path, folder):
+            raise OSError(f"{path} is {reason}, which is not read: put a copy of the file in its place.")
+
+
+def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
+    """Check that a folder holds a model by itself: no adapter, and weights that are no pickle unless these may be.
+
+    Raises:
+        ValueError: if it does not; what of it is missing is said by whoever reads it.
+    """
+    files = os.listdir(folder)
+    check_no_adapter(str(folder), files)
+    if not allow_pickle:
+        check_no_pickle(str(folder), files)
+
+
+def check_no_adapter(name: str, files: list[str]) -> None:
+    """Check that a checkpoint is a whole model and not an adapter of peft.
+
+    Args:
+        name: the checkpoint's folder or Hub id.
+        files: the names of its files.
+
+    Raises:
+        ValueError: if an adapter is among the files.
+    """
+    adapter_files = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
+    if adapter_files:
+        kind = "an adapter beside whole weights" if {*WEIGHTS} & {*files} else "an adapter alone, and no model"
+        raise ValueError(
+            f"{name} holds {kind} ({', '.join(adapter_files)}). Merge the adapter into its base model first (peft's "
+            "`merge_and_unload`), or remove these files to use the model alone."
+        )
+
+
+def check_no_pickle(name: str, files: list[str]) -> None:
+    """Raise ValueError if the weights among the files of a checkpoint are pickles alone."""
+    weights = [file for file in WEIGHTS if file in files]
+    if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
+        raise ValueError(
+            f"{name}: {weights[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
+            "allow_pickle=True (--allow_pickle of `attn-variants convert`, which makes such a copy) to read its "
+            "tensors with weights_only=True."
+        )
 
 
 def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
@@ -147,14 +243,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    try:
-        config = load_json(path, "utf-8-sig")
-    except ValueError as error:
-        if not (folder / UNFINISHED_REFRESH).is_dir():
-            raise
-        raise ValueError(
-            f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it."
-        ) from error
+    config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
@@ -193,7 +282,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
         inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        inside = sorted(name for name in inside if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
+        inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
         skipped = [name for name in inside if relative == Path(".") and _is_skipped_folder(name)]
         skipped += [name for name in inside if name not in skipped and _is_refused(folder, relative / name, modules)]
         subfolders[:] = [name for name in inside if name not in skipped]

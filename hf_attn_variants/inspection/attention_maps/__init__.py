@@ -1,4 +1,4 @@
-"""What each head of a model attends to in one text: the numbers, their pictures, a page of them."""
+"""The attention of each head in one text: as tensors, and as a page of pictures."""
 
 from .maps import AttentionMaps, Projection, Stage, TextMaps, attention_maps
 

@@ -1,78 +1,57 @@
-"""Attention maps of a model on one text, per layer and head, before and after the talking-heads projections.
-
-Letters as in `softmax_attention`.
-"""
+"""Attention maps of a model on one text, before and after talking heads. Letters as in `softmax_attention`."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.attention.attention_interface import OWN_FUNCTIONS, eager_attention_forward
+from ...generation_calls import limits_of_the_call
+from ...modeling.attention import attention_interface
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.head_sharing import consecutive_groups
-from ...modeling.mechanisms.patterns.compressed_pattern import compressing
-from ...modeling.mechanisms.talking_heads import M2L, PROJECTIONS, X2L
+from ...modeling.fields.variant_config import can_cache
+from ...modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
 from ...modeling.ops.reach import TransientGlobal
 from ...modeling.ops.softmax_attention import attention_with_weights
 from ...modeling.ops.variant_attention import VariantAttention
-from ...modeling.ops.window_blocks import as_full_attention
-from ...modeling.variant_names import EAGER
-from .inputs import model_inputs, token_labels
+from ...text_lines import is_unicode
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
-# For each attention site, its name for people.
-SITE_NAMES = {
-    "self": "layer {}",
-    "encoder": "encoder layer {}",
-    "decoder": "decoder layer {}, self-attention",
-    "cross": "decoder layer {}, cross-attention",
-}
-# The same among what a model returns.
-OUTPUTS = {
-    "self": "attentions",
-    "encoder": "encoder_attentions",
-    "decoder": "decoder_attentions",
-    "cross": "cross_attentions",
+# For each attention site, its name on the page, and its name in the outputs of a model.
+SITES = {
+    "self": ("layer {}", "attentions"),
+    "encoder": ("encoder layer {}", "encoder_attentions"),
+    "decoder": ("decoder layer {}, self-attention", "decoder_attentions"),
+    "cross": ("decoder layer {}, cross-attention", "cross_attentions"),
 }
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One map per head at one point of an attention.
+    """One map per head at one point of an attention."""
 
-    Args:
-        name: "logits_before", "logits_after", "weights_before", "weights_after"; "weights" where nothing mixes them.
-        title: the name in words.
-        head: what one of these heads is called: "query head", "softmax head", "value head" or "head".
-        maps: [heads, n, m]. Logits have each row's mean taken off, which the softmax does not see; what may not be
-            attended to is NaN there and 0 among the weights.
-        kv_heads: for each head the key/value head that it reads; () where the heads read none.
-    """
-
-    name: str
-    title: str
-    head: str
+    name: str  # "logits_before", "logits_after", "weights_before", "weights_after"; "weights" without talking heads
+    title: str  # the name on the page
+    head: str  # the kind of the heads: "query head", "softmax head", "value head" or "head"
+    # [heads, n, m]. Logits minus the mean of their row, which the softmax ignores; NaN where a query may not attend.
     maps: torch.Tensor
-    kv_heads: tuple[int, ...] = ()
+    kv_heads: tuple[int, ...] = ()  # for each head the key/value head that it reads; () if heads do not share any
 
     @property
     def is_logits(self) -> bool:
+        """Whether the maps are logits, and not weights."""
         return self.name.startswith("logits")
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A learned projection across heads: P_l or P_w, a row for each head in and a column for each head out."""
+    """A learned projection across heads, P_l or P_w: a row for each input head, a column for each output head."""
 
     name: str
     rows: str
@@ -82,51 +61,31 @@ class Projection:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """One attention of one layer, called on one text.
+    """One attention of one layer, called on one text."""
 
-    Args:
-        site: "self", "encoder", "decoder" or "cross".
-        layer: counted from 0, as in the names of modules.
-        path: the module's path inside the base model; layers that share their weights have the same.
-        query_tokens, key_tokens: the labels of a map's rows and columns.
-        stages: in the order in which they are computed.
-        projections: its P_l and P_w, where it has them.
-        kv_heads: k, its number of key/value heads.
-        dynamic: the names of the input-dependent terms that its mixes have besides.
-    """
-
-    site: str
-    layer: int
-    path: str
-    query_tokens: tuple[str, ...]
-    key_tokens: tuple[str, ...]
-    stages: tuple[Stage, ...]
+    site: str  # "self", "encoder", "decoder" or "cross"
+    layer: int  # counted from 0
+    query_tokens: tuple[str, ...]  # the labels of the rows
+    key_tokens: tuple[str, ...]  # the labels of the columns
+    stages: tuple[Stage, ...]  # in the order in which they are computed
     projections: tuple[Projection, ...]
-    kv_heads: int
-    dynamic: tuple[str, ...] = ()
+    kv_heads: int  # k, the number of key/value heads
+    dynamic: tuple[str, ...] = ()  # the names of the input-dependent terms of the projections
 
     @property
     def name(self) -> str:
-        """ "layer 3", "decoder layer 1, cross-attention", ..."""
-        return SITE_NAMES[self.site].format(self.layer)
+        """The layer and the place, as in "decoder layer 1, cross-attention"."""
+        return SITES[self.site][0].format(self.layer)
 
 
 @dataclass(frozen=True)
 class TextMaps:
-    """All attentions of a model on one text, in the order of the forward pass.
-
-    Args:
-        text: what was given.
-        target_text: encoder-decoders: what the decoder read; else None.
-        target_is_output: whether that is the model's own greedy output.
-        is_cut: whether text or target had more tokens than `max_length`.
-        attentions: the maps.
-    """
+    """All attentions of a model on one text, in the order of the forward pass."""
 
     text: str
-    target_text: str | None
-    target_is_output: bool
-    is_cut: bool
+    target_text: str | None  # the text that the decoder reads
+    target_is_output: bool  # whether the target is the greedy output of the model
+    is_cut: bool  # whether the text or the target had more tokens than `max_length`
     attentions: tuple[AttentionMaps, ...]
 
 
@@ -141,127 +100,151 @@ def attention_maps(
     """Run a model on one text and return the maps of every attention and head.
 
     Args:
-        model: one of this package's, multi-head or variant; it runs in evaluation mode and is left in its own.
-        tokenizer: the model's.
-        text: what the model reads.
-        target_text: what the decoder of an encoder-decoder reads, by teacher forcing; None = its own greedy output.
-            The decoder's row i reads token i-1 (first the start token) and predicts token i.
-        max_length: tokens, special ones included, at which text and target are cut.
+        model: a model of this package; it is in the same mode afterwards.
+        tokenizer: of the model.
+        text: the input.
+        target_text: the text that the decoder of an encoder-decoder reads, with teacher forcing; default: its own
+            greedy output. Row i of the decoder reads token i-1 (the first row the start token) and predicts token i.
+        max_length: tokens, special ones included, after which text and target are cut.
 
     Raises:
-        ValueError: if the model is not this package's, a text is empty, or `target_text` does not fit the model.
+        ValueError: if the model is not of this package, a text is empty, or `target_text` does not fit the model.
     """
     if not isinstance(model, AttnVariantModelMixin):
-        raise ValueError(f"attention maps are read from this package's models; {type(model).__name__} is none.")
+        raise ValueError(f"`model` must be a model of this package; {type(model).__name__} is none.")
     has_decoder = hasattr(model.base_model, "decoder")
     if target_text is not None and not has_decoder:
         raise ValueError(f"`target_text` is for encoder-decoders; {type(model).__name__} has no decoder.")
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()
     try:
-        inputs, read_target, is_cut = model_inputs(model, tokenizer, text, target_text, max_length)
+        inputs, target_text_read, is_cut = _model_inputs(model, tokenizer, text, target_text, max_length)
         model.set_attn_implementation("eager")
-        labels = {"text": token_labels(tokenizer, inputs["input_ids"][0])}
-        if has_decoder:
-            labels["target"] = token_labels(tokenizer, inputs["decoder_input_ids"][0])
-        recorder = _Recorder(model)
-        with recorder.recording():
-            # A decoder's cache would only cost memory here, and memory-side dynamic projections refuse one.
-            options = {"use_cache": False} if has_decoder else {}
-            outputs = model.base_model(**inputs, **options, output_attentions=True)
+        with _recorded_calls(model) as calls:
+            outputs = model.base_model(**inputs, **{"use_cache": False} if has_decoder else {}, output_attentions=True)
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
-    attentions: list[AttentionMaps] = []
-    layers: Counter[str] = Counter()
-    core: Any  # of this package's attentions
-    for number, (site, path, core) in enumerate(recorder.calls):
-        layer = layers[site.name]
-        layers[site.name] += 1
-        weights = getattr(outputs, OUTPUTS[site.name])[layer]
-        mixed = recorder.mixed.get(number, ())
-        attentions.append(_maps_of_call(site, path, core, layer, labels, mixed, weights))
-    return TextMaps(
-        text=text,
-        target_text=read_target,
-        target_is_output=has_decoder and target_text is None,
-        is_cut=is_cut,
-        attentions=tuple(attentions),
-    )
+    tokens = {"text": inputs["input_ids"][0].tolist()}
+    tokens["target"] = inputs["decoder_input_ids"][0].tolist() if has_decoder else []
+    labels = {name: tuple(_label(tokenizer, token) for token in ids) for name, ids in tokens.items()}
+    weights = {name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in SITES.items()}
+    attentions = tuple(_maps_of_call(*call, labels, *next(weights[call[0].name])) for call in calls)
+    return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
 
-class _Recorder:
-    """Notes which attentions run, in order, and what talking heads mix on the way to the weights."""
+def _model_inputs(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
+) -> tuple[dict[str, torch.Tensor], str | None, bool]:
+    """Return the arguments of the model, the text that a decoder reads, and whether a text was cut."""
+    encoded, is_cut = {}, False
+    for name, each in (("text", text), ("target_text", target_text)):
+        if each is not None:
+            if not is_unicode(each) or not each.strip() or not (length := len(tokenizer(each)["input_ids"])):
+                raise ValueError(f"`{name}` is empty or not Unicode text, got {each!r:.80}.")
+            encoded[name] = tokenizer(each, truncation=True, max_length=max_length, return_tensors="pt")
+            is_cut |= length > max_length
+    inputs = {name: encoded["text"][name].to(model.device) for name in ("input_ids", "attention_mask")}
+    if not hasattr(model.base_model, "decoder"):
+        return inputs, None, is_cut
+    if target_text is not None:
+        target = encoded["target_text"]["input_ids"].to(model.device)
+    elif model.can_generate():
+        options: dict[str, Any] = {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
+        with limits_of_the_call(model):
+            target = model.generate(**inputs, **options, use_cache=can_cache(model.config))[:, 1:]
+        is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
+        target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
+    else:
+        raise ValueError(f"`target_text` is needed, because {type(model).__name__} does not generate.")
+    start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
+    return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
-    def __init__(self, model: AttnVariantModelMixin):
-        self.calls: list[tuple[AttentionSite, str, nn.Module]] = []
-        self.mixed: dict[int, tuple[Stage, ...]] = {}  # by the call's number
-        # By the submodule that calls the attention function.
-        self._modules = {
-            module.get_submodule(site.core): (site, path) for site, path, module in model.named_attentions()
-        }
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record while the block runs, under the name that the models' "eager" has."""
-        eager = OWN_FUNCTIONS[EAGER]
-        hooks = [module.register_forward_pre_hook(self._enter) for module in self._modules]
-        _set_eager(compressing(self._attention))
-        try:
-            yield
-        finally:
-            _set_eager(eager)
-            for hook in hooks:
-                hook.remove()
+def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Return the text of a token, or its name in the vocabulary if it is not readable by itself."""
+    text = str(tokenizer.decode([token])).strip()
+    return str(tokenizer.convert_ids_to_tokens(token)) if not text or "\N{REPLACEMENT CHARACTER}" in text else text
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self.calls.append((*self._modules[module], module))
 
-    def _attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if module in self._modules and module.projection_names:
-            self.mixed[len(self.calls) - 1] = _mixing_stages(module, query, key, *args, **kwargs)
-        return eager_attention_forward(module, query, key, *args, **kwargs)
+@contextmanager
+def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
+    """Yield a list that gets each call of an attention: its site, module, and stages before the last one."""
+    calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
+    hooks = [
+        module.get_submodule(site.core).register_forward_pre_hook(
+            lambda core, inputs, site=site: calls.append((site, core, []))
+        )
+        for site, _, module in model.named_attentions()
+    ]
+
+    def attend(*args: Any, **options: Any) -> Any:
+        calls[-1][-1].extend(_mixing_stages(*args, **options))
+        return attention_with_weights(*args, **options)
+
+    attention_interface.attention_with_weights = attend
+    try:
+        yield calls
+    finally:
+        attention_interface.attention_with_weights = attention_with_weights
+        for hook in hooks:
+            hook.remove()
+
+
+def _mixing_stages(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
+) -> Iterator[Stage]:
+    """Yield the stages of a call with talking heads, except the weights that the model returns."""
+    logits_proj, score, heads = options["logits_proj"], options["score"], query.shape[1]
+    reads_keys = _reads(heads, key.shape[1])
+    without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
+    no_values = key.new_zeros(1, 1, key.shape[2], 1)
+    weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
+    if logits_proj is not None:
+        repeated = key.repeat_interleave(heads // key.shape[1], dim=1)
+        logits = options["scaling"] * query @ repeated.mT if score is None else score(query, key)  # [1, h_k, n, m]
+        rules = {"binm,ij->bjnm": logits_proj, "binm,bnij->bjnm": options[X2L], "binm,bmij->bjnm": options[M2L]}
+        terms = [torch.einsum(rule, logits, matrix) for rule, matrix in rules.items() if matrix is not None]
+        forbidden = (weights == 0).all(1)
+        for name, maps in (("before", logits), ("after", torch.stack(terms).sum(0))):
+            maps = maps[0].float().masked_fill(forbidden, torch.nan)
+            maps = maps - maps.nanmean(-1, keepdim=True)
+            kind, reads = ("query head", reads_keys) if name == "before" else ("softmax head", ())
+            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _cpu(maps), reads)
+    if options["weights_proj"] is not None:
+        reads = reads_keys if logits_proj is None else ()  # without P_l the softmax heads are the query heads
+        title = "weights after the softmax, before P_w"
+        yield Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads)
 
 
 def _maps_of_call(
     site: AttentionSite,
-    path: str,
     core: VariantAttention,
-    layer: int,
+    mixed: list[Stage],
     labels: dict[str, tuple[str, ...]],
-    mixed: tuple[Stage, ...],
+    layer: int,
     weights: torch.Tensor,
 ) -> AttentionMaps:
-    """Return the maps of one call: what came before its weights, and these [1, h_v, n, m] as the model has them."""
+    """Return the maps of one call, with the weights [1, h_v, n, m] that the model returns as the last stage."""
     decodes, heads = site.stack == "decoder", core.heads
     logits_proj, weights_proj = (getattr(core, name, None) for name in PROJECTIONS)
     if not core.projection_names:
-        last = ("weights", "attention weights", "head", _reads(heads.output, heads.key))
+        last = ("weights", "attention weights", "head", heads.key)
     elif weights_proj is None:
-        last = ("weights_before", "weights after the softmax", "softmax head", _reads(heads.output, heads.value))
+        last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
-        last = (
-            "weights_after",
-            "weights of the value heads, after P_w",
-            "value head",
-            _reads(heads.output, heads.value),
-        )
-    name, title, head, reads = last
-    return AttentionMaps(
-        site=site.name,
-        layer=layer,
-        path=path,
-        query_tokens=labels["target" if decodes else "text"],
-        key_tokens=_key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"]),
-        stages=(*mixed, Stage(name, title, head, _cpu(weights[0]), reads)),
-        projections=_projections(logits_proj, weights_proj),
-        kv_heads=heads.key,
-        dynamic=core.dynamic_names,
-    )
+        last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
+    stage = Stage(*last[:3], _cpu(weights[0]), _reads(heads.output, last[3]))
+    named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
+    projections = tuple(Projection(*each[:3], _cpu(each[3])) for each in named if each[3] is not None)
+    rows = labels["target" if decodes else "text"]
+    columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
+    stages = (*mixed, stage)
+    return AttentionMaps(site.name, layer, rows, columns, stages, projections, heads.key, core.dynamic_names)
 
 
 def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of what an attention reads: tokens, several as one, or summaries of blocks before tokens."""
+    """Return the labels of the keys: tokens, compressed tokens, or summaries of blocks before the tokens."""
     if core.compression is not None:
         stride = core.compression.stride
         blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
@@ -271,98 +254,8 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
     return tokens
 
 
-def _mixing_stages(
-    module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Stage, ...]:
-    """Return the stages of one call of a batch of one, but for the weights that the model itself returns."""
-    if module.reach is not None:
-        mask, position_bias = as_full_attention(module.reach, query, key, mask, position_bias)
-    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    is_causal = mask is None and query.shape[2] > 1 and asked
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits_proj, weights_proj = (getattr(module, name, None) for name in PROJECTIONS)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    reads_keys = _reads(heads, kv_heads)
-    options: dict[str, Any] = {
-        "scaling": scaling,
-        "is_causal": is_causal,
-        "logits_proj": logits_proj,
-        "score": module.score,
-    }
-    options |= {name: kwargs.get(name) for name in (X2L, M2L)}
-    no_values = key.new_zeros(1, 1, key.shape[2], 1)
-    _, weights = attention_with_weights(query, key, no_values, mask, position_bias, **options)  # [1, h, n, m]
-    stages = []
-    if logits_proj is not None:
-        repeated = key.repeat_interleave(heads // kv_heads, dim=1)
-        # [1, h_k, n, m]
-        logits = scaling * query @ repeated.mT if module.score is None else module.score(query, key)
-        mixed = _mixed(logits, logits_proj, kwargs.get(X2L), kwargs.get(M2L))  # [1, h, n, m]
-        allowed = _allowed(weights[:, :1], mask, is_causal)
-        before, after = (_centred(states, allowed) for states in (logits, mixed))
-        stages.append(
-            Stage("logits_before", "logits of the query heads, before P_l", "query head", before, reads_keys)
-        )
-        stages.append(Stage("logits_after", "logits of the softmax heads, after P_l", "softmax head", after))
-    if weights_proj is not None:
-        # Without P_l the softmax heads are the query heads.
-        reads = reads_keys if logits_proj is None else ()
-        title = "weights after the softmax, before P_w"
-        stages.append(Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads))
-    return tuple(stages)
-
-
-def _projections(logits_proj: torch.Tensor | None, weights_proj: torch.Tensor | None) -> tuple[Projection, ...]:
-    named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    return tuple(Projection(name, heads, to, _cpu(matrix)) for name, heads, to, matrix in named if matrix is not None)
-
-
-def _set_eager(function: Any) -> None:
-    # The models find the function by its registered name (T5's in the table, the others' through upstream).
-    OWN_FUNCTIONS[EAGER] = function
-    AttentionInterface.register(EAGER, function)
-
-
 def _reads(heads: int, kv_heads: int) -> tuple[int, ...]:
-    groups = consecutive_groups(heads, kv_heads)
-    return tuple(head for head, group in enumerate(groups) for _ in group) if kv_heads < heads else ()
-
-
-def _mixed(
-    heads: torch.Tensor, proj: torch.Tensor, by_query: torch.Tensor | None, by_memory: torch.Tensor | None
-) -> torch.Tensor:
-    mixed = torch.einsum("binm,ij->bjnm", heads, proj)
-    if by_query is not None:
-        mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)
-    if by_memory is not None:
-        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, by_memory)
-    return mixed
-
-
-def _allowed(like: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
-    """[b, 1, n, m]: what a query may attend to; a mask that differs between heads allows what any head may see."""
-    allowed = torch.ones_like(like, dtype=torch.bool)
-    if is_causal:
-        allowed = allowed.tril()
-    if mask is not None:
-        # Additive masks forbid by the dtype's minimum; a bias in them, if any, is far above half of it.
-        may = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        allowed = allowed & may.any(dim=1, keepdim=True)
-    return allowed
-
-
-def _centred(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """[heads, n, m] of the first example."""
-    logits = logits.float().masked_fill(~allowed, torch.nan)
-    return _cpu((logits - logits.nanmean(-1, keepdim=True))[0])
+    return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 
 def _cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,70 +1,60 @@
-"""One HTML file that shows every attention map of a text: no network, no other file; any head enlarged on a click."""
+"""One HTML file with all attention maps of a text, which needs neither a network nor other files."""
 
 import base64
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .colours import KV_COLOURS, colour_limit, is_signed, with_changes
-from .maps import AttentionMaps, Stage, TextMaps
+from .maps import Projection, Stage, TextMaps
 
 __all__ = ["attention_page"]
 
-PAGE = Path(__file__).with_name("page.html")
-# The values of a map are stored as 16-bit numbers: 0 for NaN, 1 to 65535 from the lowest to the highest.
-LEVELS = 65534
-
 
 def attention_page(maps: TextMaps, model_name: str) -> str:
-    """Return the HTML page.
-
-    Args:
-        maps: of `attention_maps`.
-        model_name: for the title.
-    """
-    content = {
-        "model": model_name,
-        "text": maps.text,
-        "target": maps.target_text,
+    """Return the HTML page of the result of `attention_maps`, with the name of the model as its title."""
+    attentions = [
+        {
+            "name": each.name,
+            "rows": each.query_tokens,
+            "columns": each.key_tokens,
+            "kvHeads": each.kv_heads,
+            "dynamic": each.dynamic,
+            "stages": [_stage(stage) for stage in each.stages],
+            "projections": [
+                vars(one) | {"matrix": one.matrix.round(decimals=4).tolist()}
+                for one in _with_changes(each.projections)
+            ],
+        }
+        for each in maps.attentions
+    ]
+    content: dict[str, Any] = {"model": model_name, "text": maps.text, "target": maps.target_text}
+    content |= {
         "targetIsOutput": maps.target_is_output,
         "isCut": maps.is_cut,
-        "kvColours": KV_COLOURS,
-        "attentions": [_attention(attention) for attention in maps.attentions],
+        "attentions": attentions,
     }
-    # Inside a script element only "<" could end it.
-    data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")
-    return PAGE.read_text(encoding="utf-8").replace("@DATA@", data)
-
-
-def _attention(maps: AttentionMaps) -> dict[str, Any]:
-    return {
-        "name": maps.name,
-        "rows": maps.query_tokens,
-        "columns": maps.key_tokens,
-        "kvHeads": maps.kv_heads,
-        "dynamic": maps.dynamic,
-        "stages": [_stage(stage) for stage in maps.stages],
-        "projections": [
-            {"name": one.name, "rows": one.rows, "columns": one.columns, "matrix": _rounded(one.matrix)}
-            for one in with_changes(maps.projections)
-        ],
-    }
+    data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # "<" could end the script element
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("@DATA@", data)
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
     known = stage.maps[~stage.maps.isnan()]
-    lowest, highest = float(known.min()), float(known.max())
-    step = max(highest - lowest, 1e-12) / LEVELS
-    levels = (((stage.maps - lowest) / step).round() + 1).nan_to_num(0).clamp(0, LEVELS + 1).to(torch.int32)
+    lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())
+    # A value is a 16-bit number: 0 for NaN, and 1 to 65535 from the lowest to the highest.
+    step = max(highest - lowest, 1e-12) / 65534
+    levels = (((stage.maps - lowest) / step).round() + 1).nan_to_num(0).clamp(0, 65535).to(torch.int32)
     return {
         "title": stage.title,
         "head": stage.head,
         "kv": stage.kv_heads,
         "isLogits": stage.is_logits,
-        "signed": is_signed(stage),
-        "limit": colour_limit(stage),
+        "signed": stage.is_logits or lowest < -0.02 * strongest,  # colours for both signs
+        # The value of the strongest colour; larger logits are cut off.
+        "limit": max(1e-6, float(known.abs().quantile(0.99)) if stage.is_logits and len(known) < 2**24 else strongest),
         "heads": len(stage.maps),
         "lowest": lowest,
         "step": step,
@@ -72,5 +62,10 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _rounded(matrix: torch.Tensor) -> list[list[float]]:
-    return [[round(value, 4) for value in row] for row in matrix.tolist()]
+def _with_changes(projections: tuple[Projection, ...]) -> Iterator[Projection]:
+    """Yield projections; those near the identity, where training began, with 100 times their distance from it."""
+    for one in projections:
+        yield one
+        change = one.matrix - torch.eye(*one.matrix.shape)
+        if one.matrix.shape[0] == one.matrix.shape[1] and 0 < float(change.abs().max()) < 0.3:
+            yield replace(one, name=f"100 ({one.name} - I)", matrix=100 * change)

@@ -10,9 +10,9 @@ import torch
 
 from ...conversion.calibration.source_models import load_processor
 from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.entries import checked_finite
-from ...conversion.checkpoint.loading import reading_checkpoint
+from ...conversion.checkpoint.models import reading_checkpoint
 from ...conversion.checkpoint.source import read_config, resolve_source
+from ...conversion.checkpoint.tensor_files import checked_finite
 from ...conversion.plan import seeded_generator
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class

@@ -11,13 +11,12 @@ import torch
 
 from ...conversion.calibration.batches import with_lengths
 from ...conversion.calibration.calibrate import calibrate
-from ...conversion.calibration.plan_checks import why_source_is_not_fitted
+from ...conversion.calibration.methods import Calibrated
 from ...conversion.calibration.source_models import source_in_memory
 from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.in_memory import ModelReader, assemble
-from ...conversion.converted_tensors import converted_tensors
-from ...conversion.methods import METHODS
-from ...conversion.plan import make_plan
+from ...conversion.checkpoint.models import ModelReader, assemble
+from ...conversion.plan import make_plan, why_source_is_not_fitted
+from ...conversion.writing import converted_tensors
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 
@@ -84,7 +83,7 @@ class ConvertedAttentions:
         """Keep the attentions of a conversion to these fields, with their errors."""
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
-        plan = make_plan(config, reader.entries, METHODS["calibrated"](), fields, self.seed)
+        plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
         source = source_in_memory(reader, self.source)
         result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
         fits, self._batches = result.attentions, result.batches or self._batches

@@ -98,36 +98,21 @@ def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | N
             keeps sums, and for attention that keeps no cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
-    if heads.rank is None and heads.key != heads.value and is_static:
+    has_window = memory is None and module.reach is not None
+    if is_static and (has_window or module.kernel is not None or (heads.rank is None and heads.key != heads.value)):
         raise ValueError(
-            "A static cache needs as many key heads as value heads; this attention has "
-            f"{heads.key} and {heads.value} (`num_value_heads`). Use a dynamic cache."
+            "`attention_pattern`, `attention_kernel` and a `num_value_heads` unlike the key heads need a dynamic "
+            f"cache, got {type(cache).__name__}."
         )
-    if module.kernel is not None and is_static:
-        raise ValueError(f"`attention_kernel` needs a dynamic cache, which keeps sums; got {type(cache).__name__}.")
-    if memory is not None and not module.keeps_cache:
-        raise ValueError(
-            "`cross_talking_heads_dynamic` m2l and m2w beside `cross_kv_lora_rank` are made from the latent of the "
-            "encoder's outputs in each step: pass `use_cache=False`."
-        )
+    if not module.keeps_cache:
+        name = "talking_heads_dynamic" if memory is None else "cross_talking_heads_dynamic"
+        raise ValueError(f"`{name}` m2l and m2w need inputs that a cache does not hold. Pass `use_cache=False`.")
     if memory is not None:
         return
-    if not module.keeps_cache:
-        raise ValueError(
-            "`talking_heads_dynamic` m2l and m2w need the inputs of all past tokens, which a key/value cache does "
-            "not keep: pass `use_cache=False`."
-        )
     if module.kernel is not None:
         _keep_state(cache, module.layer_idx)
-    reach = module.reach
-    if reach is None:
-        return
-    if is_static:
-        raise ValueError(
-            "`attention_pattern` (or a softmax in a decoder that has an `attention_kernel` too) needs a dynamic "
-            f"cache, as long as what is read; got {type(cache).__name__}."
-        )
-    keep_window(module, cache)
+    if has_window:
+        keep_window(module, cache)
 
 
 def _keep_state(cache: Any, layer: int) -> None:
@@ -136,8 +121,8 @@ def _keep_state(cache: Any, layer: int) -> None:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
         raise ValueError(
-            "`attention_kernel` keeps sums over keys and values, not these: a cache of a softmax's, or a prefix of "
-            f"peft's, cannot be read; got a {type(layers[layer]).__name__}."
+            "`attention_kernel` needs a dynamic cache without entries, because it keeps sums over keys and values; "
+            f"got a {type(layers[layer]).__name__}."
         )
 
 

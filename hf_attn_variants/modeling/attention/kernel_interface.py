@@ -86,10 +86,8 @@ def kernel_attention_forward(
         The outputs [b, n, h, d], and the weights [b, h, n, m] where asked for.
 
     Raises:
-        ValueError: for a position bias, another mask than of keys alone, and weights of keys that a state is of.
+        ValueError: if the mask is not of keys only, or if weights of keys are asked for that only a state is left of.
     """
-    if options.get("position_bias") is not None:
-        raise ValueError("`attention_kernel` is of attention without a position bias; this call has one.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:

@@ -281,7 +281,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal))
-    settle_padding(core, model.config)
+    settle_padding(core)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

@@ -15,10 +15,9 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
 
     Args:
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
-        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. None = as these say; "none" as
-            `cross_talking_heads` = none, whatever they say. `cross_num_value_heads` can differ from
-            `cross_num_softmax_heads` only with a weights projection in cross-attention.
-        cross_score_function: `score_function` of cross-attention, likewise.
+        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. If any of the five is given,
+            cross-attention uses only these five. "none" as `cross_talking_heads` means no talking heads.
+        cross_score_function: `score_function` of cross-attention. None = that of `score_function`, "none" = none.
     """
 
     cross_talking_heads: str | None = variant_field("cross_talking_heads")

@@ -1,6 +1,7 @@
 """Checks of one field of a configuration at a time: head counts, ranks, sizes, and names that are nearly a field's."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -29,81 +30,37 @@ __all__ = [
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
 MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
-# What names of one stack's fields, or of cross-attention's, begin with; and how many letters a name may be off.
-STACK_NAMES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
-# How other configurations write the words of our fields, and words that they may add or leave out.
-OTHER_WORDS = {"kv": "key_value", "groups": "heads", "group": "heads"}
-FREE_WORDS = {"num", "n", "encoder", "decoder"}
-# How alike two words have to be, and two whole names without underscores; which share of their words is the same.
-ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
+# How other configurations spell words of the fields, and how alike two names have to be.
+OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
 
 
-def nearest(name: str, fields: Iterable[str]) -> str | None:
-    """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none.
+@lru_cache(maxsize=4096)  # each new configuration asks for all of its keywords
+def _nearest(name: str, known: tuple[str, ...]) -> str | None:
+    if (bare := without_prefix(name)) in known:
+        return bare
+    spelled = {spelling: each for each in known for spelling in (_sorted_words(each), each)}
+    for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
+        if found := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
+            return spelled[found[0]]
+    return None
 
-    It may have a stack's name before it (`STACK_NAMES`), be one or two letters off, or be made of the same words. A
-    word that stands in no field makes it another name ("num_cls_heads").
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of the known names that a name is most like; None if it is like none.
+
+    The order of words does not count, nor does the prefix of a place (`decoder_num_kv_heads`).
     """
-    return _nearest(name, tuple(fields))
+    return _nearest(name.lower(), tuple(known))
 
 
-@lru_cache(maxsize=4096)  # each configuration that is made asks for all of its keywords
-def _nearest(name: str, fields: tuple[str, ...]) -> str | None:
-    _, bare = without_prefix(name.lower(), fields)
-    for prefixes in (("",), STACK_NAMES):  # a field first, then one with a stack's name before it
-        pairs = [(each, prefix + field) for each in (name.lower(), bare) for prefix in prefixes for field in fields]
-        edits = [_edits(*pair) for pair in pairs]
-        if min(edits) <= MOST_EDITS:
-            return without_prefix(pairs[edits.index(min(edits))][1], fields)[1]
-    words_of = {field: set(_spelled(field)) for field in fields}
-    known = sorted(set().union(*words_of.values()))
-    words = {_word(word, known) for word in _spelled(name) if word in known or word not in FREE_WORDS} - {"num"}
-
-    def shared(field: str) -> float:
-        own = words_of[field] - {"num"}
-        return len(own & words) / len(own | words)
-
-    best = max(words_of, key=shared)
-    if None not in words and shared(best) >= SHARED_WORDS:
-        return best
-    squashed = {field.replace("_", ""): field for field in words_of}
-    typed = difflib.get_close_matches(name.lower().replace("_", ""), squashed, n=1, cutoff=ALIKE_NAME)
-    return squashed[typed[0]] if typed else None
+def without_prefix(name: str) -> str:
+    """Return a name without the prefixes of the encoder, the decoder and cross-attention."""
+    return re.sub("^((encoder|decoder|cross)_)+", "", name)
 
 
-def without_prefix(name: str, fields: Iterable[str]) -> tuple[str, str]:
-    """Return the prefixes before a name, as many as it takes for one of `fields`, else all; and what is behind."""
-    bare = name
-    while bare not in fields and (prefix := next((each for each in STACK_NAMES if bare.startswith(each)), None)):
-        bare = bare.removeprefix(prefix)
-    return name.removesuffix(bare), bare
-
-
-def _edits(name: str, field: str) -> int:
-    """Return how many letters must be put in, left out or changed to make one of the other; more than enough: 3."""
-    if abs(len(name) - len(field)) > MOST_EDITS:
-        return MOST_EDITS + 1
-    row = list(range(len(field) + 1))
-    for place, letter in enumerate(name, 1):
-        before, row = row, [place]
-        for index, other in enumerate(field, 1):
-            row.append(min(before[index] + 1, row[-1] + 1, before[index - 1] + (letter != other)))
-        if min(row) > MOST_EDITS:
-            return MOST_EDITS + 1
-    return row[-1]
-
-
-def _spelled(name: str) -> list[str]:
-    """Return the words of a name as `num_key_value_heads` writes them."""
-    return "_".join(OTHER_WORDS.get(word, word) for word in name.lower().split("_")).split("_")
-
-
-def _word(word: str, known: Sequence[str]) -> str | None:
-    """Return the one of `known` that a word is, begins with, or nearly is."""
-    if word in known:  # "heads" begins with "head"
-        return word
-    longer = [each for each in known if len(each) > 3 and word.startswith(each)]
-    return next(iter([*longer, *difflib.get_close_matches(word, known, n=1, cutoff=ALIKE_WORD)]), None)
+def _sorted_words(name: str) -> str:
+    words = "_".join(OTHER_WORDS.get(word, word) for word in name.split("_")).split("_")
+    return "_".join(sorted(words))
 
 
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
@@ -204,15 +161,10 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
     """Check the kind of positions that a model of this type has.
 
     Raises:
-        ValueError: for one that is not among `known`; transformers 5 has dropped BERT's relative ones.
+        ValueError: if it is not among `known`.
     """
-    if isinstance(value, str | None) and value in known:
-        return
-    reason = ""
-    if isinstance(value, str) and value.startswith("relative_key"):
-        reason = ": neither transformers 5 nor this package reads the embeddings of distances of such a checkpoint"
-    words = " or ".join("None" if each is None else f'"{each}"' for each in known)
-    raise ValueError(f"`position_embedding_type` of {model_type!r} must be {words}; got {value!r}{reason}.")
+    if value not in known:
+        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}; got {value!r}.")
 
 
 def check_buckets(config: Any) -> None:
@@ -234,12 +186,12 @@ def check_format(value: Any) -> None:
     """Check the format of a configuration's fields.
 
     Raises:
-        ValueError: unless it is one that this code knows.
+        ValueError: if it is not the format of this version.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= CONFIG_FORMAT:
+    if type(value) is not int or value != CONFIG_FORMAT:
         raise ValueError(
-            f"`attn_variants_format` must be 1 to {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}; got "
-            f"{value!r}. A larger number is a newer release's: install that one."
+            f"`attn_variants_format` must be {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}, got "
+            f"{value!r}. Load the model with the version that saved it, or convert the original model again."
         )
 
 

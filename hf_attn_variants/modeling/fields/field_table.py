@@ -12,7 +12,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
-__all__ = ["FIELDS", "LATE_FIELDS", "Field", "check_choices", "row_of", "variant_field"]
+__all__ = ["FIELDS", "OPTIONAL_FIELDS", "Field", "check_choice", "row_of", "variant_field"]
 
 
 class Place(NamedTuple):
@@ -313,8 +313,11 @@ FIELDS = (
 
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
-# Fields that 0.1.0, which has no number of a format, does not know: they are stored only where they are set.
-LATE_FIELDS = ("value_head_dim", *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits))
+# Fields that are stored only if they are set.
+OPTIONAL_FIELDS = (
+    "value_head_dim",
+    *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits),
+)
 
 
 def row_of(name: str) -> tuple[str, Field]:
@@ -322,20 +325,17 @@ def row_of(name: str) -> tuple[str, Field]:
     return _ROWS[name]
 
 
-def check_choices(config: Any) -> None:
-    """Check that each field of a configuration, and each of its values by layer, is one of the field's choices.
+def check_choice(name: str, value: Any) -> None:
+    """Check that a value of a field, of all layers or of one, is one of the field's choices; None is the default.
 
     Raises:
-        ValueError: if a value is not one of the choices of its row.
+        ValueError: if it is not.
     """
-    for name in config.variant_fields():
-        prefix, row = row_of(name)
-        values = [getattr(config, name), *((config.per_layer_values or {}).get(name) or ())]
-        for value in values if row.choices else ():
-            known = (*row.choices_of(prefix), *row.default_names)
-            for each in (value or ()) if row.kind is list else (value,):
-                if each is not None and each not in known:
-                    raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
+    prefix, row = row_of(name)
+    known = (*row.choices_of(prefix), *row.default_names)
+    for each in value if row.kind is list and isinstance(value, list | tuple) else (value,):
+        if row.choices and each is not None and each not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
 
 
 def variant_field(name: str) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..mechanisms.latents import rank_of_map
-from .given_fields import quietly
+from ..mechanisms.mechanism import NONE
+from .field_table import row_of
 
 LIBRARY = "transformers.models."
 
@@ -57,10 +58,12 @@ def fields_in_effect(config: Any) -> list[str]:
     """Return the variant fields whose values make a model differ from Transformers' own of the same sizes."""
     variant_fields = config.variant_fields()
     values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
-    with quietly():
-        plain = type(config).from_dict(values | {"model_type": type(config).model_type})
-    changed = [name for name in variant_fields if getattr(config, name) != getattr(plain, name)]
+    plain = type(config).from_dict(values | {"model_type": type(config).model_type})
+    # Sizes and seeds change nothing without the mechanism that they belong to.
+    own = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
+    own |= {name for name in variant_fields if row_of(name)[1].unknown_upstream}
+    changed = [name for name in variant_fields if name in own and getattr(config, name) != getattr(plain, name)]
     # A latent as wide as its input takes no weights, and "absolute" names the architecture's own positions.
     idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}
-    idle |= {"position_embedding_type"} if config.position_embedding_type == "absolute" else set()
+    idle |= {name for name in own if getattr(config, name) in ("absolute", NONE)}
     return [name for name in changed if name not in idle]

@@ -1,211 +1,36 @@
-"""What somebody names and what a file says: fields that do nothing, names that are nearly a field's, and the format.
+"""Names that are nearly those of fields, and how the fields of a configuration are stored and replaced."""
 
-A field that does nothing is an error where a user names it, since something was meant by it. In a stored config.json
-it is a warning, one for all of them, and loading goes on without it: old repositories load.
-"""
-
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers.utils import logging
-
-from ..mechanisms.head_sharing import key_value_field
-from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
-from ..mechanisms.mechanism import PREFIXES
-from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
-from ..mechanisms.talking_heads import DYNAMIC, IDENTITY, INIT, differs_by_place, keeps_cache, talking_places, talks
-from ..ops.reach import MAX_SIZE
-from ..variant_names import COUNTS_TOKENS, SCORES_BY_PLACE, SIZES_VALUES, TALKS_BY_PLACE
+from ..mechanisms.talking_heads import DYNAMIC, keeps_cache
 from .field_checks import nearest, without_prefix
-from .field_table import LATE_FIELDS, row_of
+from .field_table import OPTIONAL_FIELDS
 from .kernel_fields import KernelFields
 from .layer_values import without_layer_values
-from .score_fields import score_fields
 
-__all__ = [
-    "UNSAID",
-    "check_idle",
-    "format_of",
-    "named_fields",
-    "quietly",
-    "reading",
-    "settled_format",
-    "stored_values",
-    "without_replaced",
-    "without_same_size",
-    "wrong_name",
-]
-
-# Below transformers' own logger: its verbosity holds for what is said here too.
-logger = logging.get_logger(f"transformers.{__name__}")
-
-
-class _Unsaid(int):
-    """A number that nobody has given."""
-
-
-# The format of a configuration that does not say it; what needs a later one gets that.
-UNSAID = _Unsaid(COUNTS_TOKENS)
-
-KERNEL_FIELDS = tuple(f"{prefix}attention_kernel" for prefix in PREFIXES)
-# What other code calls `value_head_dim`.
-SIZES_OF_VALUES = ("d_v", "v_dim", "v_head_dim", "v_head_size", "value_dim", "value_head_size")
-
-
-class _Reading(NamedTuple):
-    """A stored configuration that is being read."""
-
-    named: Collection[str]  # what the user names beside it
-    notes: list[str]  # what is to be said of it
-
-
-_named: ContextVar[Collection[str]] = ContextVar("named", default=())
-_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
-_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
-
-
-@contextmanager
-def named_fields(names: Collection[str]) -> Iterator[None]:
-    """Note the fields that a user names, while a configuration is made of these and of stored values."""
-    token = _named.set(names)
-    try:
-        yield
-    finally:
-        _named.reset(token)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Give no warning of stored fields while the block runs: it reads a file that has been read before."""
-    token = _is_quiet.set(True)
-    try:
-        yield
-    finally:
-        _is_quiet.reset(token)
-
-
-@contextmanager
-def reading(config: Any, is_stored: bool, names: Collection[str]) -> Iterator[None]:
-    """Check the names of a configuration that is being made, and say in one warning what of a stored one does nothing.
-
-    Args:
-        config: it.
-        is_stored: whether it is made of stored values, and not of what somebody names.
-        names: the keywords that are no fields of it.
-
-    Raises:
-        ValueError: for a name that is nearly a field's, where nothing is stored.
-    """
-    if not is_stored:
-        type(config).check_names(names)
-    notes = [reason for name in sorted(names) if is_stored and (reason := wrong_name(type(config), name))]
-    token = _reading.set(_Reading(_named.get(), notes) if is_stored else None)
-    try:
-        yield
-    finally:
-        _reading.reset(token)
-    if notes and not _is_quiet.get():
-        logger.warning(f"The stored configuration has fields that do nothing, and are left alone: {' '.join(notes)}")
-
-
-def check_idle(config: Any) -> None:
-    """Check that a configuration has no field that would do nothing; those that are stored so get their default.
-
-    Raises:
-        ValueError: for one that a user names.
-    """
-    stored = _reading.get()
-    for name, default, reason in _idle_fields(config):
-        if stored is None or name in stored.named:
-            raise ValueError(reason)
-        stored.notes.append(reason)
-        setattr(config, name, default)
-        by_layer = config.per_layer_values or {}
-        config.per_layer_values = {each: values for each, values in by_layer.items() if each != name} or None
-
-
-def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields that are given and have nothing to do: name, default and what is wrong."""
-    if config.talking_heads_init != IDENTITY and not talks(config):
-        yield (
-            INIT,
-            IDENTITY,
-            f"`talking_heads_init` is of talking heads: give `talking_heads` as well; got "
-            f"{config.talking_heads_init!r} with talking_heads=None.",
-        )
-    yield from _idle_twins(config)
-    if config.attention_kernel_seed and not _draws(config):
-        drawn = [name for name in KERNELS if kernel_class(name).drawn]
-        others = [f"{name}'s" for name in KERNELS if name not in drawn and kernel_class(name).draws(MAX_SIZE, 1)]
-        kernels = kernels_of(config)
-        yield (
-            "attention_kernel_seed",
-            0,
-            f"`attention_kernel_seed` is of random vectors ({', '.join(drawn)}) and of {' and '.join(others)} maps "
-            f"that are wider than a head; got {config.attention_kernel_seed} with {kernels or 'no kernel'} and "
-            f"attention_kernel_features={config.attention_kernel_features}.",
-        )
-
-
-def _idle_twins(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of one place that have nothing to do there, as `_idle_fields` does."""
-    has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
-    for prefix in talking_places(config)[1:]:
-        names = [name for name in LATE_FIELDS if name.startswith(prefix)]
-        for name in [name for name in names if getattr(config, name, None) is not None]:
-            value = getattr(config, name)
-            if prefix == "cross_" and not has_cross:
-                reason = "cross-attention, which this configuration has none of: give `add_cross_attention=True` too"
-                yield name, None, f"`{name}` is of {reason}; got {value!r}."
-            elif name.endswith("_init") and not talks(config, prefix):
-                yield (
-                    name,
-                    None,
-                    f"`{name}` is of talking heads: give `{prefix}talking_heads` as well; got {value!r} where none "
-                    "talk.",
-                )
-
-
-def _draws(config: Any) -> bool:
-    """Say whether a kernel of a configuration has anything that is drawn."""
-    for field, kernel in kernels_of(config).items():
-        prefix = "encoder_" if field.startswith("encoder_") else ""
-        head_dim = config.attention_head_dim(key_value_field(prefix))
-        if kernel_class(kernel).draws(config.attention_kernel_features, head_dim):
-            return True
-    return False
+__all__ = ["stored_values", "without_replaced", "without_same_size", "wrong_name"]
 
 
 def wrong_name(config_class: Any, name: str) -> str | None:
-    """Say what is wrong with a name that is no field of a configuration but nearly one of its variant fields.
+    """Return what is wrong with a name that is nearly that of a variant field.
+
+    Transformers accepts every name, so that a misspelt field would change nothing without an error.
 
     Args:
         config_class: the configuration's.
         name: a keyword.
 
     Returns:
-        A sentence that names what is meant; None for a name of upstream's, and for a note of the user's own.
+        A sentence with the name that is probably meant; None for a field, and for a name that is like none.
     """
     known = config_class.variant_fields()
-    prefix, bare = without_prefix(name.lower(), known)
-    if hasattr(config_class, name) or {name, bare} & _upstream_names():
+    if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
         return None
-    meant = "value_head_dim" if bare in SIZES_OF_VALUES else nearest(name, known)
-    if meant is None:
-        return None
-    note = ""
-    if prefix and bare in (meant, *SIZES_OF_VALUES):
-        if f"encoder_{meant}" not in known and hasattr(config_class, "encoder_decoder_layers"):
-            note = " It is of all attentions, the encoder's, the decoder's and cross-attention."
-        elif hasattr(config_class, "encoder_decoder_layers"):
-            note = " Without a prefix it is the decoder's."
-            note += " Cross-attention has none of its own." if prefix == "cross_" else ""
-        if prefix == "cross_" and "pattern" in row_of(meant)[1].facts:
-            note += " Cross-attention reads the whole source: near and far are of places in one text."
-    return f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({known[meant]})?{note}"
+    meant = nearest(name, known)
+    text = f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({{}})?"
+    return None if meant is None else text.format(known[meant])
 
 
 def _upstream_names() -> set[str]:
@@ -219,67 +44,9 @@ def _upstream_names() -> set[str]:
     return names
 
 
-def format_of(config: Any) -> int:
-    """Return the number of the format that a configuration has to say: code that does not know its fields refuses it.
-
-    Raises:
-        ValueError: where the fields need a later one than the configuration asks for.
-    """
-    needed, what = 0, ""
-    if differs_by_place(config):
-        needed, what = TALKS_BY_PLACE, "heads that talk by place or layer"
-    if any(getattr(config, field) is not None for prefix, field in score_fields(config).items() if prefix):
-        needed, what = SCORES_BY_PLACE, "scores by place"
-    if config.value_head_dim is not None:
-        needed, what = SIZES_VALUES, "values of another size than keys (`value_head_dim`)"
-    said = config.attn_variants_format
-    if needed and said < COUNTS_TOKENS:
-        raise ValueError(
-            f"{what} are of `attn_variants_format` {needed}, in which what counts tokens counts from a row's first "
-            f"one; this configuration is of {said}: give `attn_variants_format={needed}` as well."
-        )
-    return needed or min(said, COUNTS_TOKENS)
-
-
-def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return what a configuration says with the format of its fields, where these are stored values of ours.
-
-    What was saved without a number is of format 1; where nothing that the later ones changed is in it, it is of the
-    latest all the same, so that what is added to it is of that one.
-
-    Args:
-        values: what it says.
-        model_type: of the class that reads it; values of another type are upstream's.
-    """
-    if values.get("model_type", model_type) != model_type or values.get("attn_variants_format", 1) != 1:
-        return values
-    is_bool = isinstance(values.get("attn_variants_format"), bool)  # which is refused
-    number = 1 if is_bool or _counts_tokens(values) else COUNTS_TOKENS
-    return values if is_bool else {**values, "attn_variants_format": number}
-
-
-def _counts_tokens(values: Mapping[str, Any]) -> bool:
-    """Say whether a configuration has a field that means something else in format 1, for padded rows."""
-    counting = [name for name in PATTERNS if pattern_class(name).counts_tokens]
-    kernels = [name for name in KERNELS if kernel_class(name).counts_tokens]
-    if any(values.get(f"{prefix}num_global_tokens") for prefix in PREFIXES):
-        return True
-    by_layer = values.get("per_layer_values")
-    lists = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
-    said = [values.get(name) for name in (*KERNEL_FIELDS, "attention_pattern", "encoder_attention_pattern")]
-    said += [each for values in lists if isinstance(values, list | tuple) for each in values]
-    return any(isinstance(each, str) and each in (*counting, *kernels) for each in said)
-
-
-def stored_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values as they are stored: late fields that say nothing are left out.
-
-    One that says something stands among `per_layer_values` too: 0.1.0, which knows neither it nor the number of a
-    format, refuses lists of fields that it does not know, and would build a model without it otherwise.
-    """
-    stored = {name: value for name, value in values.items() if name not in LATE_FIELDS or value is not None}
-    lists = {name: [stored[name]] * config.layer_count(name) for name in LATE_FIELDS if name in stored}
-    return stored | {"per_layer_values": lists | (stored.get("per_layer_values") or {})} if lists else stored
+def stored_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values without the optional fields that are not set."""
+    return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
 
 
 def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +73,6 @@ def without_same_size(config_class: Any, values: Mapping[str, Any], given: dict[
     """
     if "value_head_dim" not in given:
         return given
-    with quietly():
-        config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
+    config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
     is_same = config.value_head_dim is None
     return {name: value for name, value in given.items() if not (is_same and name == "value_head_dim")}

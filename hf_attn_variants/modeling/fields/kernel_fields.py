@@ -7,13 +7,13 @@ self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_ke
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class, kernels_of
+from ..mechanisms.kernels.kernel_table import kernel_class, kernels_of
 from ..mechanisms.mechanism import PREFIXES
 from ..mechanisms.patterns.pattern_table import has_pattern
 from .field_checks import check_size
 from .field_table import variant_field
 
-__all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "checked_kernel", "has_kernel"]
+__all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "has_kernel"]
 
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
@@ -75,32 +75,10 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, and what a kernel itself
-            refuses (`AttentionKernel.check`).
+        ValueError: if a size breaks its rule, or a kernel cannot be part of this model (`AttentionKernel.check`).
     """
-    kernels = kernels_of(config)
-    for each, name in kernels.items():
-        checked_kernel(each, name)
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
         check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
-        sized = [name for name in KERNELS if kernel_class(name).features_a_number is not None]
-        if not set(kernels.values()) & set(sized):
-            raise ValueError(
-                f"`attention_kernel_features` is of the kernels {', '.join(sized)}; got "
-                f"{config.attention_kernel_features} with {kernels or 'no kernel'}."
-            )
-    for each, name in kernels.items():
+    for each, name in kernels_of(config).items():
         kernel_class(name).check(config, each)
-
-
-def checked_kernel(field: str, value: Any) -> str | None:
-    """Return the value of a field that names a kernel.
-
-    Raises:
-        ValueError: for an unknown kernel.
-    """
-    if value is not None and value not in KERNELS:
-        known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
-        raise ValueError(f"`{field}` must be None (softmax), or one of {known}; got {value!r}.")
-    return value

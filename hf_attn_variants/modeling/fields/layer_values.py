@@ -10,8 +10,7 @@ from typing import Any
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import checked_kv_heads, checked_rank
-from .field_table import FIELDS, LATE_FIELDS, row_of
-from .kernel_fields import checked_kernel
+from .field_table import FIELDS, check_choice, row_of
 from .pattern_fields import checked_pattern_size
 from .talking_fields import checked_talking_value
 
@@ -40,8 +39,6 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {lists!r}.")
     differing = {}
     for name, values in lists.items():
-        if _is_as_stored(config, name, values):
-            continue
         _check_differs_by_layer(config, name)
         layers = config.layer_count(name)
         if not isinstance(values, list | tuple) or len(values) != layers:
@@ -101,12 +98,6 @@ def value_or_list(values: Mapping[str, Any], name: str) -> Any:
     return of_layers[0] if all(value == of_layers[0] for value in of_layers) else list(of_layers)
 
 
-def _is_as_stored(config: Any, name: str, values: Any) -> bool:
-    """Say whether a list only repeats a field that is one for all layers, as a stored configuration has it."""
-    is_one = name in LATE_FIELDS and name in config.variant_fields() and name not in config.by_layer_fields()
-    return is_one and isinstance(values, list | tuple) and all(value == getattr(config, name) for value in values)
-
-
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
         raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
@@ -127,14 +118,13 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
 
 
 def _checked(config: Any, name: str, value: Any) -> LayerValue:
+    check_choice(name, value)
     if name in config.talking_fields():
         return checked_talking_value(config, name, value)
-    if name in config.kernel_fields():
-        return checked_kernel(name, value)
     if name in config.rank_fields():
         return checked_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
         return checked_pattern_size(name, value)
     if name not in config.kv_heads_fields():
-        return value  # a choice, which `check_choices` checks
+        return value
     return checked_kv_heads(name, value, config.query_heads(name))

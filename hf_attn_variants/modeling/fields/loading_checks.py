@@ -15,7 +15,6 @@ from ..mechanisms.talking_heads import (
     talking_places,
 )
 from .field_checks import checked_rank
-from .given_fields import quietly
 from .layer_values import value_or_list, without_layer_values
 
 __all__ = ["adds_talking_heads", "warn_of_positions"]
@@ -59,10 +58,9 @@ def adds_talking_heads(
     if not any(_talk(config_class, values) for values in (held, wanted)):
         return frozenset()
     given = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
-    with quietly():  # both are read elsewhere
-        old = config_class.from_dict(dict(held))
-        asked = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
-        return _added(source, old, config_class.from_dict(asked, **given))
+    old = config_class.from_dict(dict(held))
+    asked = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
+    return _added(source, old, config_class.from_dict(asked, **given))
 
 
 def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
@@ -166,9 +164,8 @@ def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
     """Raise ValueError where value heads of another size are wanted than a checkpoint has."""
     if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
         return
-    with quietly():
-        old = config_class.from_dict(dict(held))
-        new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
+    old = config_class.from_dict(dict(held))
+    new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
     fields = config_class.kv_heads_fields()
     sizes = [[config.attention_value_dim(name) for name in fields] for config in (old, new)]
     if sizes[0] != sizes[1]:

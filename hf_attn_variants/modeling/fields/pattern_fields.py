@@ -9,15 +9,14 @@ self-attention, those with `encoder_` the encoder's; cross-attention reads the w
 from dataclasses import dataclass
 from typing import Any
 
-from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
+from ..mechanisms.patterns.pattern_table import pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
 from .field_table import FIELDS, variant_field
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
 
-# The fields of patterns without their prefix, with their defaults.
-PATTERN_FIELDS = {row.name: row.default for row in FIELDS if "pattern" in row.facts}
+# The sizes of patterns without their prefix, with their defaults.
+PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.facts and row.name != "attention_pattern"}
 
 
 @dataclass(kw_only=True, repr=False)
@@ -45,55 +44,24 @@ def check_patterns(config: Any) -> None:
     """Check the pattern fields of a configuration, each stack's.
 
     Raises:
-        ValueError: for an unknown pattern, a size that breaks its rule, a size without its pattern or a pattern
-            without a size it needs, global tokens in a decoder, and what a pattern itself refuses
-            (`AttentionPattern.check`).
+        ValueError: if a size breaks its rule, a pattern has no size that it needs, or a pattern cannot be part of this
+            model (`AttentionPattern.check`).
     """
     for prefix in pattern_prefixes(config):
-        pattern = getattr(config, f"{prefix}attention_pattern")
-        if pattern is not None and (not isinstance(pattern, str) or pattern not in PATTERNS):
-            names = ", ".join(f'"{name}"' for name in PATTERNS)
-            raise ValueError(f"`{prefix}attention_pattern` must be None or one of {names}; got {pattern!r}.")
-        needed = () if pattern is None else pattern_class(pattern).needed
-        for name, default in PATTERN_FIELDS.items():
-            value = getattr(config, prefix + name)
-            if name != "attention_pattern":
-                checked_pattern_size(prefix + name, value)
-                if name == "attention_window" and _is_kernels(config, prefix):
-                    continue  # where its softmax is; all is read
-                _check_fits(prefix, name, value, default, pattern)
-            if name in needed and value == default:
-                raise ValueError(f'`{prefix}attention_pattern="{pattern}"` needs `{prefix}{name}`; got {value}.')
-        if pattern is None:
+        for name in PATTERN_SIZES:
+            checked_pattern_size(prefix + name, getattr(config, prefix + name))
+        if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
             continue
+        for name in pattern_class(pattern).needed:
+            if (value := getattr(config, prefix + name)) == PATTERN_SIZES[name]:
+                raise ValueError(f'`{prefix}attention_pattern="{pattern}"` needs `{prefix}{name}`; got {value}.')
         block, summary = (getattr(config, prefix + name) for name in ("attention_block_size", "num_summary_tokens"))
         if summary > (block or summary):
             raise ValueError(
-                f"`{prefix}num_summary_tokens` are of a block, at most `{prefix}attention_block_size`; got {summary} "
-                f"and {block}."
+                f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`; got {summary} and "
+                f"{block}."
             )
-        _check_decoder(config, prefix)
         pattern_class(pattern).check(config, prefix)
-
-
-def _is_kernels(config: Any, prefix: str) -> bool:
-    """Say whether a stack's window is its kernel's."""
-    kernel = getattr(config, f"{prefix}attention_kernel")
-    return kernel in KERNELS and kernel_class(kernel).reads_window
-
-
-def _check_fits(prefix: str, name: str, value: Any, default: Any, pattern: str | None) -> None:
-    if value == default or (pattern is not None and name in _fields(pattern)):
-        return
-    having = [f'"{each}"' for each in PATTERNS if name in _fields(each)]
-    raise ValueError(
-        f"`{prefix}{name}` is of `{prefix}attention_pattern` {' or '.join(having)}; got {value!r} with "
-        f"{prefix}attention_pattern={pattern!r}."
-    )
-
-
-def _fields(pattern: str) -> tuple[str, ...]:
-    return (*pattern_class(pattern).needed, *pattern_class(pattern).optional)
 
 
 def checked_pattern_size(field: str, value: Any) -> Any:
@@ -118,12 +86,3 @@ def checked_pattern_size(field: str, value: Any) -> Any:
     if not is_whole or wrong or not least <= value <= MAX_SIZE:
         raise ValueError(f"`{field}` must be {rule}, at least {least}; got {value!r}.")
     return value
-
-
-def _check_decoder(config: Any, prefix: str) -> None:
-    is_decoder = getattr(config, "is_decoder", False) or len(pattern_prefixes(config)) > 1
-    if not prefix and is_decoder and config.num_global_tokens:
-        raise ValueError(
-            "`num_global_tokens` is of encoders: a decoder's tokens read no later ones; got "
-            f"{config.num_global_tokens}."
-        )

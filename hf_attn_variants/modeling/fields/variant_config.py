@@ -9,12 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from ..mechanisms.latents import rank_of_map
 from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, keeps_cache
 from ..other_libraries import register_with_peft, register_with_sentence_transformers
 from ..upstream_checks import check_configurations
-from ..variant_names import COUNTS_TOKENS, EAGER, SDPA
+from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
 from .composition import check_together
 from .field_checks import (
     MAX_LABELS,
@@ -29,27 +30,19 @@ from .field_checks import (
     checked_value_head_dim,
     wrong_kinds_explained,
 )
-from .field_table import check_choices, variant_field
+from .field_table import check_choice, variant_field
 from .foreign_classes import check_foreign_class, foreign_class
-from .given_fields import (
-    UNSAID,
-    check_idle,
-    format_of,
-    named_fields,
-    reading,
-    settled_format,
-    stored_values,
-    without_replaced,
-    wrong_name,
-)
+from .given_fields import stored_values, without_replaced, wrong_name
 from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
-from .score_fields import check_scores
 from .talking_fields import check_talking_heads
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+# A child of Transformers' logger, whose verbosity then applies.
+logger = logging.get_logger(f"transformers.{__name__}")
 
 check_configurations()
 
@@ -86,13 +79,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
             "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
         score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
-        attn_variants_format: the number of the format of these fields. 1: what counts tokens (blocks, global tokens,
-            linformer's columns) counts from a padded row's beginning; 2: from its first token; 3 and 4: as 2, of
-            heads that talk by place and of values of another size, which earlier code refuses so.
+        attn_variants_format: the number of the format of these fields, 5.
 
     Raises:
-        ValueError: for a value that breaks a rule or does nothing, or a keyword that is nearly the name of one of
-            these fields; the message gives the rule, the field and the values.
+        ValueError: if a value breaks a rule, or a keyword is nearly the name of one of these fields; the message gives
+            the rule, the field and the values.
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
@@ -121,19 +112,21 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     position_embedding_type: str | None = variant_field("position_embedding_type")
     score_function: str | None = variant_field("score_function")
 
-    attn_variants_format: int = UNSAID
+    attn_variants_format: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_format(self.attn_variants_format)
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
         # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
         model_type = kwargs.pop("model_type", None)
-        if self.attn_variants_format is UNSAID:
-            said = {name: value for name, value in vars(self).items() if name != "attn_variants_format"}
-            settled = settled_format(said, type(self).model_type) if model_type == type(self).model_type else {}
-            self.attn_variants_format = settled.get("attn_variants_format", COUNTS_TOKENS)
-        with reading(self, model_type is not None, kwargs.keys()):
-            self._finish(**kwargs)
+        if self.attn_variants_format is None and model_type != type(self).model_type:
+            self.attn_variants_format = CONFIG_FORMAT
+        check_format(self.attn_variants_format)
+        reasons = [reason for name in sorted(kwargs) if (reason := wrong_name(type(self), name))]
+        if reasons and model_type is None:
+            raise ValueError(reasons[0])
+        if reasons:
+            logger.warning_once(f"The stored configuration has names without an effect. {' '.join(reasons)}")
+        self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
         by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
@@ -158,6 +151,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
             check_size(name, getattr(self, name), 1)
+        for name in self.variant_fields():
+            check_choice(name, getattr(self, name))
         checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
@@ -169,14 +164,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
         self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
-        self.attn_variants_format = format_of(self)
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
-        check_scores(self)
         check_kernels(self)
-        check_choices(self)
         check_together(self)
-        check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -253,7 +244,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Refuse keywords that are nearly the name of a variant field: upstream keeps or drops what it does not know.
+        """Check that no keyword is nearly the name of a variant field: Transformers accepts every name.
 
         Raises:
             ValueError: if there is one; the message names the field.
@@ -272,14 +263,15 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
-        own = {"model_type": cls.model_type, "attn_variants_format": COUNTS_TOKENS}
+        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
         return values | own if is_upstreams else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
         cls.check_names(kwargs.keys() - config_dict.keys())
-        config_dict = settled_format({"model_type": cls.model_type} | config_dict, cls.model_type)
+        if "model_type" not in config_dict:  # old checkpoints of upstream's classes
+            config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
         names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
         names |= {"is_decoder", "add_cross_attention"} & {each.name for each in fields(cls)}
@@ -291,7 +283,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained(), named_fields(given):  # upstream shows the finished configuration in its log
+        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
             return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
 
     @classmethod
@@ -302,15 +294,14 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             ValueError: if `config` belongs to another architecture.
         """
         cls.check_names(fields)
-        values = settled_format(dict(config) if isinstance(config, dict) else config.to_dict(), cls.model_type)
+        values = dict(config) if isinstance(config, dict) else config.to_dict()
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
             raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        with named_fields(fields):
-            return cls(**(without_replaced(values, fields) | fields))
+        return cls(**(without_replaced(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of one query and key head where this field counts the key/value heads."""
@@ -369,7 +360,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the configuration as upstream does, without fields that only inherit another's value."""
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
         register_with_peft(type(self))
-        return stored_values(self, super().to_dict())
+        return stored_values(super().to_dict())
 
 
 def can_cache(config: Any) -> bool:

@@ -6,7 +6,7 @@ from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDe
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import KIND
+from ..mechanisms.talking_heads import KIND, talking_group, talks
 from ..upstream import auto_class_names, known_imports
 
 with known_imports():
@@ -230,14 +230,13 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
 
     def check_variant(self) -> None:
         """Check the variant fields as all configurations do; one field for two stacks needs as many heads in both."""
-        heads = [getattr(self, name) for name in self.encoder_decoder_heads]
-        is_for_both = self.talking_heads is not None and self.encoder_talking_heads is None
-        if is_for_both and len(set(heads)) > 1 and "encoder_talking_heads" not in (self.per_layer_values or {}):
-            raise ValueError(
-                f"`talking_heads` needs as many heads in both stacks: got encoder_attention_heads={heads[0]}, "
-                f"decoder_attention_heads={heads[1]}; or `encoder_talking_heads` for the encoder."
-            )
         super().check_variant()
+        heads = [getattr(self, name) for name in self.encoder_decoder_heads]
+        if len(set(heads)) > 1 and talks(self, "") and not talking_group(self, "encoder_"):
+            raise ValueError(
+                f"`encoder_talking_heads` must be given as well if the encoder and the decoder have different numbers "
+                f"of heads; got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}."
+            )
 
 
 class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):

@@ -1,9 +1,8 @@
 """Talking heads: logits and weights mixed across heads, before and after the softmax (arXiv 2003.02436).
 
-P_l and P_w are of its section 3, their input-dependent terms of section 5. Of an encoder-decoder the fields without a
-prefix are the decoder's self-attention's; the encoder (`encoder_...`) and cross-attention (`cross_...`) have the same
-where they say nothing of their own: the paper's ablation is by place. Nothing here imports torch, for commands make
-flags of these names.
+P_l and P_w are of its section 3, their input-dependent terms of section 5. The five fields without a prefix apply to
+every attention. If any of the five with `encoder_` (or `cross_`) is given, the encoder (or cross-attention) uses only
+those with this prefix. Nothing here imports torch, because commands make flags of these names.
 """
 
 from collections.abc import Iterable
@@ -39,16 +38,15 @@ __all__ = [
     "TalkingHeads",
     "beginning_of_talking_heads",
     "count_fields",
-    "differs_by_place",
     "dynamic_terms",
-    "is_own_value",
     "keeps_cache",
-    "layers_to_check",
+    "layers_of",
     "listed_by_layer",
     "mixing_flops",
     "projection_shapes",
     "projection_std",
     "query_heads_there",
+    "talking_group",
     "talking_places",
     "talks",
 ]
@@ -102,16 +100,13 @@ class TalkingHeads(Mechanism):
             prefix: of the place, one of `talking_places`.
             layer: of its stack.
         """
-        heads = query_heads_there(config, prefix)
-        kind = _kind(config, prefix, layer)
-        if kind is None:
+        heads, group = query_heads_there(config, prefix), talking_group(config, prefix)
+        kind, softmax, output, init, dynamic = (config.layer_value(group + name, layer) for name in TALKING_FIELDS)
+        if kind in (None, NONE):
             return cls(None, heads, heads)
-        softmax = _count(config, prefix, SOFTMAX, layer)
-        softmax = heads if softmax is None else softmax
-        output = _count(config, prefix, OUTPUT, layer)
-        output = (softmax if kind == LOGITS else heads) if output is None else output
-        dynamic = tuple(_value(config, prefix, DYNAMIC, layer) or ())
-        return cls(kind, softmax, output, _value(config, prefix, INIT, layer), dynamic)
+        softmax = softmax or heads
+        output = output or (softmax if kind == LOGITS else heads)
+        return cls(kind, softmax, output, init or IDENTITY, tuple(dynamic or ()))
 
     def kept_when_loaded(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
         """Return what loading a checkpoint must not change: each field, with its value here and the wanted one.
@@ -150,23 +145,18 @@ def talking_places(config: Any) -> tuple[str, ...]:
 def talks(config: Any, prefix: str | None = None) -> bool:
     """Say whether heads talk in any layer of a place; None: of any place."""
     places = talking_places(config) if prefix is None else (prefix,)
-    return any(_kind(config, place, layer) is not None for place in places for layer in layers_to_check(config, place))
+    return any(talking.kind for place in places for talking in layers_of(config, place))
 
 
 def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
     """Return the input-dependent terms that layers of a place have, in their own order."""
-    layers = layers_to_check(config, prefix) if talks(config, prefix) else ()
-    terms = {name for layer in layers for name in TalkingHeads.of(config, prefix, layer).dynamic}
+    terms = {name for talking in layers_of(config, prefix) for name in talking.dynamic}
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
 
 
 def beginning_of_talking_heads(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
-    talking = [
-        TalkingHeads.of(config, prefix, layer)
-        for prefix in talking_places(config)
-        for layer in range(config.layer_count(prefix + KIND))
-    ]
+    talking = [each for prefix in talking_places(config) for each in layers_of(config, prefix)]
     if any(each.init == RANDOM for each in talking):
         return f'they are drawn at random (`{INIT}="{RANDOM}"`), and the outputs change: train them'
     if any(each.dynamic for each in talking):
@@ -179,13 +169,6 @@ def keeps_cache(dynamic: Iterable[str] | None) -> bool:
     return not any(name[0] == "m" for name in dynamic or ())
 
 
-def differs_by_place(config: Any) -> bool:
-    """Say whether heads talk otherwise in some places or layers than the fields without a prefix say."""
-    places = talking_places(config)
-    twins = [prefix + name for prefix in places[1:] for name in TALKING_FIELDS]
-    return any(getattr(config, name) is not None for name in twins) or bool(listed_by_layer(config, places))
-
-
 def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
     """Return the fields of heads of softmax and values that places which talk have values of their own of.
 
@@ -194,12 +177,9 @@ def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
         kv_heads_fields: of key/value heads, of the stacks that a model has.
     """
     stacks = {*kv_heads_fields}
-    names = [name for name in (SOFTMAX, OUTPUT) if talks(config, "") and getattr(config, name) is not None]
-    for prefix in talking_places(config)[1:]:
-        if key_value_field(prefix) in stacks and talks(config, prefix):
-            own = [prefix + name for name in (SOFTMAX, OUTPUT)]
-            names += [name for name in own if getattr(config, name) is not None]
-    return names
+    places = [place for place in talking_places(config) if not place or key_value_field(place) in stacks]
+    names = [place + name for place in places if talks(config, place) for name in (SOFTMAX, OUTPUT)]
+    return [name for name in names if getattr(config, name) is not None]
 
 
 def projection_shapes(heads: "AttentionHeads", query_dim: int, memory_dim: int) -> dict[str, tuple[int, ...]]:
@@ -264,35 +244,15 @@ def listed_by_layer(config: Any, prefixes: Iterable[str]) -> set[str]:
     return {prefix + name for prefix in prefixes for name in TALKING_FIELDS} & {*(config.per_layer_values or {})}
 
 
-def is_own_value(config: Any, prefix: str, name: str) -> bool:
-    """Say whether a place has a value of its own of a field."""
-    return prefix + name in (config.per_layer_values or {}) or getattr(config, prefix + name, None) is not None
+def talking_group(config: Any, prefix: str) -> str:
+    """Return the prefix of the fields that a place uses: its own if any of these is given, otherwise ""."""
+    by_layer = config.per_layer_values or {}
+    names = [prefix + name for name in TALKING_FIELDS]
+    return prefix if any(name in by_layer or getattr(config, name) is not None for name in names) else ""
 
 
-def layers_to_check(config: Any, prefix: str) -> Iterable[int]:
-    """Return the layers of a place to look at: the first stands for all where none differs."""
-    listed = listed_by_layer(config, ("", prefix))
-    return range(config.layer_count(prefix + KIND)) if listed else (0,)
-
-
-def _value(config: Any, prefix: str, name: str, layer: int) -> Any:
-    """Return what a field is in a layer of a place: the place's own, or that without a prefix."""
-    prefix = prefix if prefix and is_own_value(config, prefix, name) else ""
-    return config.layer_value(prefix + name, layer)
-
-
-def _kind(config: Any, prefix: str, layer: int) -> str | None:
-    kind = _value(config, prefix, KIND, layer)
-    return None if kind == NONE else kind
-
-
-def _count(config: Any, prefix: str, name: str, layer: int) -> int | None:
-    """Return a number of heads; None: as many as there are otherwise.
-
-    One without a prefix that says no more than "as many as query heads", or that nothing talks by, is not inherited.
-    """
-    count = _value(config, prefix, name, layer)
-    if not prefix or is_own_value(config, prefix, name):
-        return count
-    means_nothing = _kind(config, "", layer) is None or count == query_heads_there(config, "")
-    return None if means_nothing else count
+def layers_of(config: Any, prefix: str) -> list[TalkingHeads]:
+    """Return how heads talk in each layer of a place; one entry if no layer differs."""
+    listed = listed_by_layer(config, (talking_group(config, prefix),))
+    layers = range(config.layer_count(prefix + KIND)) if listed else (0,)
+    return [TalkingHeads.of(config, prefix, layer) for layer in layers]

@@ -3,8 +3,7 @@
 Blocks, global tokens, summaries, compressed keys and projections along the length have places in a text. A row that is
 padded on the left is rolled, so that its text begins at place 0 and the padding stands behind it, and its outputs are
 rolled back: so a row gives the same alone and in any batch. `BlockPattern`, which decoders have too, knows its rows'
-first tokens itself. Configurations of format 1 count from the padded row's beginning, as they did when they were
-saved. Letters as in `softmax_attention`.
+first tokens itself. Letters as in `softmax_attention`.
 """
 
 from collections.abc import Callable
@@ -12,22 +11,18 @@ from functools import wraps
 from typing import Any, TypeGuard
 
 import torch
-from transformers.utils import logging
 
-from ..variant_names import COUNTS_TOKENS
 from .query_folding import is_traced
 from .variant_attention import VariantAttention
 
 __all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settle_padding", "text_places"]
 
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
-
-# What an attention does with rows that begin with padding: nothing, as it counts no tokens; it rolls the rows; its
-# pattern knows where each row begins; or, in an old configuration, it counts padding as tokens.
-NOTHING, ROLLED, BY_PATTERN, BY_ROW = range(4)
+# What an attention does with rows that begin with padding: nothing, because it counts no tokens; it rolls the rows; or
+# its pattern knows where each row begins.
+NOTHING, ROLLED, BY_PATTERN = range(3)
 
 
-def settle_padding(module: VariantAttention, config: Any) -> None:
+def settle_padding(module: VariantAttention) -> None:
     """Note what an attention does with padded rows; its reach, compression and kernel are settled before."""
     reach, kernel = module.reach, module.kernel
     counts = reach is not None and reach.counts_tokens
@@ -35,8 +30,6 @@ def settle_padding(module: VariantAttention, config: Any) -> None:
     rolls = module.compression is not None or (kernel is not None and kernel.counts_tokens)
     rolls = rolls or (counts and not knows_rows)
     module.padding_rule = ROLLED if rolls else BY_PATTERN if counts else NOTHING
-    if module.padding_rule and config.attn_variants_format < COUNTS_TOKENS:
-        module.padding_rule = BY_ROW
 
 
 class RolledRows:
@@ -84,11 +77,7 @@ def rolled_rows(module: VariantAttention, mask: torch.Tensor | None, length: int
         mask: as in `attention_with_weights`; one that is not of keys alone says nothing of padding.
         length: n, of queries and of keys.
     """
-    rule = module.padding_rule
-    if rule not in (ROLLED, BY_ROW) or not is_of_keys(mask):
-        return None
-    if rule == BY_ROW:
-        _warn_of_padding(module, mask)
+    if module.padding_rule != ROLLED or not is_of_keys(mask):
         return None
     first, _ = text_places(mask[:, 0, 0])
     return RolledRows(first, length) if is_traced() or first.any() else None
@@ -127,20 +116,6 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
         return rows.unrolled(output, 1), None if weights is None else rows.unrolled_weights(weights)
 
     return forward
-
-
-def _warn_of_padding(module: VariantAttention, mask: torch.Tensor) -> None:
-    if is_traced():
-        return
-    reach, real = module.reach, mask[:, 0, 0]
-    draws = getattr(reach, "draws", False)
-    if not real.all() if draws else text_places(real)[0].any():
-        logger.warning_once(
-            "This configuration is of `attn_variants_format` 1, in which blocks, global tokens and projections along "
-            "the length count from the padded row's beginning, and random blocks are drawn among those of the padded "
-            "row: a text that is padded (random blocks: on any side, others: on the left) gives other outputs than "
-            "alone. `attn_variants_format=2` counts from the first token."
-        )
 
 
 def is_of_keys(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

@@ -72,7 +72,7 @@ class ClassificationSettings(TableSettings):
         None,
         metavar="balanced|JSON",
         resume=ALWAYS,
-        parse=_weights,
+        type=_weights,
     )
     threshold: float | None = option(
         f"Several labels a row: those are predicted whose probability is more (default: {THRESHOLD}).",

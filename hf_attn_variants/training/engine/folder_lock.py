@@ -20,14 +20,12 @@ class FolderInUseError(ValueError):
 
 
 @contextmanager
-def held_folder(folder: str, wait_seconds: float | None = None, by_children: bool = False) -> Iterator[bool]:
+def held_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool]:
     """Hold an output folder for this process; the system lets go of it when the process ends, however it does.
 
     Args:
         folder: it is there; nothing is written into it.
         wait_seconds: how long to wait for another process that holds it; None = `WAIT_SECONDS`.
-        by_children: whether programs that this process starts hold it as well, so that it stays held while one of
-            them outlives this process; they are started with `close_fds=False`.
 
     Yields:
         Whether another one held it before, so that the folder may hold more than it did.
@@ -43,7 +41,6 @@ def held_folder(folder: str, wait_seconds: float | None = None, by_children: boo
     wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
     deadline = time.monotonic() + wait
     descriptor, waited = os.open(folder, os.O_RDONLY), False
-    os.set_inheritable(descriptor, by_children)
     try:
         while True:
             try:

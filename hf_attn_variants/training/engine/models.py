@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...conversion.checkpoint.loading import reading_checkpoint
+from ...conversion.checkpoint.models import reading_checkpoint
 from ...conversion.checkpoint.source import check_source
 from ...modeling.fields.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class

@@ -1,5 +1,7 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,6 @@ from ...command_line import nearest_name
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
-from .config_overrides import overrides_text, read_overrides
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import ModelSettings, NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
@@ -24,7 +25,13 @@ __all__ = [
     "load_or_make_model",
     "load_seq2seq_config",
     "new_config",
+    "read_overrides",
 ]
+
+# In `--config_overrides`, a comma before the next field or at the end.
+ITEM_END = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
+# As plain text these would be true in a condition.
+PYTHON_WORDS = ("True", "False", "None")
 
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -130,14 +137,63 @@ def new_config(
 
 def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
     """Raise ValueError for the name of an override that is no field of the configuration."""
-    for name, value in overrides.items():
+    for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
             if reason is None:
                 near = nearest_name(name, default.to_dict())
-                reason = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
+                reason = f"`{name}` is not a field of {type(default).__name__}"
                 reason += "" if near is None else f"; did you mean {near}?"
             raise ValueError(f"--config_overrides: {reason}")
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """Return the fields of `--config_overrides` with their values.
+
+    A value is JSON if it can be read as such, otherwise plain text without a comma.
+
+    Args:
+        text: "num_layers=2,feed_forward_proj=gated-gelu", 'talking_heads_dynamic=["x2l", "m2l"],num_layers=2' or
+            '{"num_layers": 2}'.
+
+    Raises:
+        ValueError: if an item is not FIELD=VALUE, a field is given twice, or a value is neither JSON nor plain text.
+    """
+    if text.lstrip().startswith("{"):
+        return _read_json("the text", text)
+    pairs = []
+    for item in filter(None, (item.strip(", \n\t") for item in ITEM_END.split(text))):
+        name, _, value = (part.strip() for part in item.partition("="))
+        if not name or not value:
+            raise ValueError(f"--config_overrides: {item!r} is not FIELD=VALUE")
+        pairs.append((name, _override(name, value)))
+    return _once(pairs)
+
+
+def _override(name: str, text: str) -> Any:
+    if text[0] in '[{"':
+        return _read_json(f"the value of `{name}`", text)
+    if "," in text or text in PYTHON_WORDS:
+        raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read_json(what: str, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--config_overrides: {what} is not JSON, as it begins: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"--config_overrides gives `{twice}` twice")
+    return values
 
 
 def check_new_model(settings: NewModelSettings) -> None:

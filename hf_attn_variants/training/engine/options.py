@@ -1,6 +1,6 @@
-"""What settings classes are made of: fields that say their help, their range, and what a resumed run must share.
+"""Fields of settings classes, and the checks that all settings share. `commands.training` makes a flag of each field.
 
-`commands.arguments` makes flags of them. Like `settings`, this file imports neither torch nor transformers.
+This module imports neither torch nor transformers, because `--help` is printed from it.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from ...table_files import parse_rows, repeated_name
 
@@ -35,28 +35,16 @@ __all__ = [
     "redefault",
 ]
 
+# What a number must be: the words of the message after "must be", and the test.
+Range = tuple[str, Callable[[float], bool]]
+AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
+AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
+ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
+FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
+BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
+A_NUMBER: Range = ("a number", math.isfinite)
 
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a setting may be.
-
-    Attributes:
-        said: what a message says after "must be".
-        holds: whether a number is one of them.
-    """
-
-    said: str
-    holds: Callable[[float], bool]
-
-
-AT_LEAST_1 = Range("at least 1", lambda value: value >= 1)
-AT_LEAST_0 = Range("at least 0", lambda value: 0 <= value < math.inf)
-ABOVE_0 = Range("more than 0", lambda value: 0 < value < math.inf)
-FROM_0_BELOW_1 = Range("in [0, 1)", lambda value: 0 <= value < 1)
-BETWEEN_0_AND_1 = Range("in (0, 1)", lambda value: 0 < value < 1)
-A_NUMBER = Range("a number", math.isfinite)
-
-# What a message calls the types.
+# The names of the types in messages.
 WORDS = {
     str: "text",
     bool: "True or False",
@@ -66,55 +54,34 @@ WORDS = {
     dict: "a dictionary",
 }
 
-# What a resumed run must share with the interrupted one: always, or where the best of its evaluations are kept.
+# A resumed run must share a setting always, or if the run keeps the weights of its best evaluation.
 ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
 
 
 def option(
-    help: str,
-    default: Any = MISSING,
-    *,
-    range: Range | None = None,
-    resume: str | None = None,
-    choices: Sequence[str] | None = None,
-    metavar: str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    may_be_empty: bool = False,
-    on_or_off: bool = False,
+    help: str, default: Any = MISSING, *, range: Range | None = None, resume: str | None = None, **flag: Any
 ) -> Any:
     """Make a field of a settings class.
 
     Args:
-        help: what `--help` says.
-        default: its value where it is not given; left out: it must be.
-        range: what its number, where it has one, must be.
-        resume: `ALWAYS` or `WITH_BEST_WEIGHTS`, where a resumed run must share it.
-        choices: the values that there are.
-        metavar: what stands for the value in `--help`.
-        parse: from a flag's text to the value, where the field's type does not say it.
-        may_be_empty: whether a flag of several values may have none.
-        on_or_off: whether there is a flag for False, too; for a setting that is True, False or None.
+        help: the text of `--help`.
+        default: the value if the setting is not given. A setting without a default is required.
+        range: the rule for a number.
+        resume: `ALWAYS` or `WITH_BEST_WEIGHTS`, if a resumed run must share the value.
+        **flag: further keywords of argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`. The
+            field's type decides about `type`, `nargs` and `action` if they are not given.
     """
-    metadata = {
-        "help": help,
-        "range": range,
-        "resume": resume,
-        "choices": choices,
-        "metavar": metavar,
-        "parse": parse,
-        "may_be_empty": may_be_empty,
-        "on_or_off": on_or_off,
-    }
+    metadata = {"help": help, "range": range, "resume": resume, **flag}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def parse_json(text: str) -> Any:
-    """Return what a flag's JSON says.
+    """Return the value of a flag's JSON.
 
     Raises:
-        ArgumentTypeError: for text that is none, with what JSON says of it, and for a name that stands twice.
+        ArgumentTypeError: if the text is not JSON, or an object has a name twice.
     """
     try:
         value = parse_rows(text)
@@ -125,24 +92,45 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def redefault(owner: type, name: str, default: Any = MISSING, **changed: Any) -> Any:
-    """Make a field like `owner`'s of that name, with another default, or other metadata."""
-    own = next(each for each in dataclasses.fields(owner) if each.name == name)
-    return field(default=own.default if default is MISSING else default, metadata={**own.metadata, **changed})
+class _Change(NamedTuple):
+    default: Any
+    owner: "type[Settings] | None"
+    metadata: dict[str, Any]
+
+
+def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
+    """Change a field of a settings class in a class that inherits from it.
+
+    Args:
+        default: the new default, if it is another one.
+        owner: a class to take the field from, if the settings class does not inherit it.
+        **changed: other arguments of `option`.
+    """
+    return _Change(default, owner, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all groups of settings have: their checks."""
+    """The base class of all groups of settings."""
 
     title: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        for name, change in vars(cls).copy().items():
+            if isinstance(change, _Change):
+                bases: Any = [change.owner] if change.owner else cls.__mro__[1:]
+                owner = next(each for each in bases if name in inspect.get_annotations(each))
+                old = owner.__dataclass_fields__[name]
+                default = old.default if change.default is MISSING else change.default
+                setattr(cls, name, field(default=default, metadata={**old.metadata, **change.metadata}))
 
     def __post_init__(self) -> None:
         types = get_type_hints(type(self))
         for each in dataclasses.fields(self):
             value = _as_type(each.name, getattr(self, each.name), types[each.name])
             object.__setattr__(self, each.name, value)  # as a command line would have given it
-            self._check_field(each)
+            if value is not None:
+                _check_value(each.name, value, **each.metadata)
         self.check()
 
     def check(self) -> None:
@@ -153,7 +141,7 @@ class Settings:
         """
 
     def values(self) -> dict[str, Any]:
-        """Return every setting by name."""
+        """Return a dictionary of all settings."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
@@ -162,30 +150,31 @@ class Settings:
         shared = [each.name for each in dataclasses.fields(self) if each.metadata.get("resume") in kinds]
         return {name: json.loads(json.dumps(getattr(self, name))) for name in shared}
 
-    def _check_field(self, each: dataclasses.Field) -> None:
-        value, allowed, choices = getattr(self, each.name), each.metadata.get("range"), each.metadata.get("choices")
-        if value is None:
-            return
-        if allowed is not None and not allowed.holds(value):
-            raise ValueError(f"--{each.name} must be {allowed.said}, got {value}")
-        for chosen in value if isinstance(value, tuple) else (value,):
-            if choices is not None and chosen not in choices:
-                raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {chosen!r}")
+
+def alternatives(annotation: Any) -> list[Any]:
+    """Return the types that a field may have, except None."""
+    types = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+    return [each for each in types if each is not NoneType]
 
 
-def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that a field may have."""
-    return get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+def _check_value(
+    name: str, value: Any, range: Range | None = None, choices: Sequence[str] | None = None, **others: Any
+) -> None:
+    if range is not None and not range[1](value):
+        raise ValueError(f"--{name} must be {range[0]}, got {value}")
+    for chosen in value if isinstance(value, tuple) else (value,):
+        if choices is not None and chosen not in choices:
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {chosen!r}")
 
 
 def _as_type(name: str, value: Any, annotation: Any) -> Any:
-    """Return a value as its field's type has it: a path as text, a list as a tuple, numpy's numbers as Python's.
+    """Return a value in the type of its field: a path as text, a list as a tuple, numpy's numbers as Python's.
 
     Raises:
-        ValueError: if it is of another type.
+        ValueError: if the value has another type.
     """
     kinds = [get_origin(kind) or kind for kind in alternatives(annotation)]
-    if type(value) in kinds or (value is None and NoneType in kinds):
+    if type(value) in kinds or (value is None and NoneType in get_args(annotation)):
         return value
     if tuple in kinds and isinstance(value, list | str):
         return (value,) if isinstance(value, str) else tuple(value)
@@ -195,24 +184,26 @@ def _as_type(name: str, value: Any, annotation: Any) -> Any:
         return int(value)
     if float in kinds and isinstance(value, Real) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)
-    wanted = [WORDS[kind] for kind in kinds if kind is not NoneType]
-    raise ValueError(f"--{name} must be {' or '.join(wanted)}, got {value!r}")
+    raise ValueError(f"--{name} must be {' or '.join(WORDS[kind] for kind in kinds)}, got {value!r}")
 
 
 def fields_by_group(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
-    """Yield the groups of a settings class, a script's own first: the title, and the fields that no base class has."""
-    groups: dict[str, list[dataclasses.Field]] = {}
-    by_name = {each.name: each for each in dataclasses.fields(settings)}
+    """Yield each group's title and its fields, those of the settings class itself first.
+
+    A field belongs to the last class in the order of inheritance that declares it, which is the most general one.
+    """
+    fields = {each.name: each for each in dataclasses.fields(settings)}
     classes = [each for each in settings.__mro__ if issubclass(each, Settings)]
-    for i, each in enumerate(classes):
-        inherited = {name for base in classes[i + 1 :] for name in inspect.get_annotations(base)}
-        own = [name for name in inspect.get_annotations(each) if name not in inherited and name in by_name]
-        if own:
-            groups.setdefault(each.title, []).extend(by_name[name] for name in own)
+    owners = {name: each for each in classes for name in inspect.get_annotations(each)}
+    groups: dict[str, list[dataclasses.Field]] = {}
+    for each in classes:
+        for name in inspect.get_annotations(each):
+            if owners[name] is each and name in fields:
+                groups.setdefault(each.title, []).append(fields[name])
     yield from groups.items()
 
 
 def check_metric(name: str | None, known: Sequence[str]) -> None:
-    """Raise ValueError unless `--metric_for_best_model` is not given or one of the dev metrics there are."""
+    """Raise ValueError if `--metric_for_best_model` is given and is not one of the dev metrics."""
     if name is not None and name.removeprefix("eval_") not in known:
         raise ValueError(f"--metric_for_best_model {name!r}: there are {', '.join(known)}")

@@ -5,6 +5,7 @@ that it has, and a function takes the group that it reads. This file imports nei
 is printed from it.
 """
 
+import argparse
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -140,9 +141,7 @@ class DataSettings(Settings):
 class RowSettings(DataSettings):
     """The same, where an example is a row of its own length, and not a block of a stream of text."""
 
-    max_length: int = redefault(
-        DataSettings, "max_length", help="Tokens per example, special tokens included; longer ones are cut."
-    )
+    max_length: int = redefault(help="Tokens per example, special tokens included; longer ones are cut.")
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
     group_by_length: bool = option(
         "Batches of examples of like length, in random order: less padding.", False, resume=ALWAYS
@@ -219,7 +218,7 @@ class OptimizationSettings(Settings):
         {},
         resume=ALWAYS,
         metavar="JSON",
-        parse=parse_json,
+        type=parse_json,
     )
     num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
     warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
@@ -246,7 +245,7 @@ class OptimizationSettings(Settings):
         "Whether that metric rises as the model gets better (default: unless its name is that of a loss or an error).",
         None,
         resume=WITH_BEST_WEIGHTS,
-        on_or_off=True,
+        action=argparse.BooleanOptionalAction,
     )
     early_stopping_patience: int | None = option(
         "Stop after N evaluations without a better dev metric; keeps the best weights.", None, range=AT_LEAST_1
@@ -302,7 +301,7 @@ class OutputSettings(Settings):
         range=ABOVE_0,
     )
     checkpointing_steps: int | str | None = option(
-        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", parse=_steps_or_epoch
+        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_steps_or_epoch
     )
     save_total_limit: int | None = option(
         "Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
@@ -370,4 +369,4 @@ class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, Output
 class FineTuningSettings(TrainingSettings, RowSettings):
     """What every training on rows has."""
 
-    max_length: int = redefault(RowSettings, "max_length")  # a dataclass takes that of its first base otherwise
+    max_length: int = redefault()  # a dataclass takes that of its first base otherwise

@@ -6,7 +6,7 @@ import logging
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...conversion.checkpoint.loading import check_learned_tokens, check_tokenizer_files, reading_checkpoint
+from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, reading_checkpoint
 from ...registration import longest_input
 from .settings import ModelSettings
 

@@ -111,7 +111,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         MASKED,
         choices=(MASKED, CAUSAL),
     )
-    model_type: str | None = redefault(NewModelSettings, "model_type", choices=MASKED_LM_TYPES)
+    model_type: str | None = redefault(choices=MASKED_LM_TYPES)
 
     @property
     def is_causal(self) -> bool:
@@ -158,4 +158,4 @@ class NoiseSettings(Settings):
 class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
     """The settings of span corruption."""
 
-    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5",))
+    model_type: str | None = redefault(choices=("t5",))

@@ -162,8 +162,8 @@ class Seq2SeqSettings(
     label_smoothing_factor: float = option(
         "Share of a label that is spread over all tokens.", 0.0, range=FROM_0_BELOW_1, resume=ALWAYS
     )
-    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5", "bart", "marian"))
-    learning_rate: float = redefault(FineTuningSettings, "learning_rate", 3e-4)
+    model_type: str | None = redefault(choices=("t5", "bart", "marian"))
+    learning_rate: float = redefault(3e-4)
 
     def __post_init__(self) -> None:
         if self.max_target_length is None:

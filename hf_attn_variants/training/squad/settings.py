@@ -56,7 +56,7 @@ class SquadSettings(FineTuningSettings):
     max_answer_length: int = option(
         "Tokens of an answer (default: %(default)s).", 30, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
     )
-    max_length: int = redefault(FineTuningSettings, "max_length", 384)
+    max_length: int = redefault(384)
 
     @property
     def threshold(self) -> float | None:

@@ -71,18 +71,16 @@ class UptrainingTextSettings(BleuSettings):
         metavar="COLUMN",
     )
     dataset_name: str | None = redefault(
-        TextSettings,
-        "dataset_name",
         help="Folder or Hub id of a `datasets` source, streamed, instead of --train_file (span_corruption).",
+        owner=TextSettings,
     )
-    dataset_config_name: str | None = redefault(TextSettings, "dataset_config_name")
-    keep_whitespace: bool = redefault(TextSettings, "keep_whitespace")
+    dataset_config_name: str | None = redefault(owner=TextSettings)
+    keep_whitespace: bool = redefault(owner=TextSettings)
     # What a resumed run must share of a stream, other objectives do not have: see `UptrainingStream.fingerprint`.
     shuffle_buffer_size: int = redefault(
-        TextSettings,
-        "shuffle_buffer_size",
         help="Blocks of a stream that are held in memory and shuffled among themselves.",
         resume=None,
+        owner=TextSettings,
     )
     source_file: str | None = option("The source side of parallel text, one example a line (.txt, .gz).", None)
     validation_source_file: str | None = option("Its held-out twin.", None, resume=WITH_BEST_WEIGHTS)
@@ -165,69 +163,47 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         None,
         range=AT_LEAST_1,
     )
-    noise_density: float = redefault(NoiseSettings, "noise_density", resume=None)
-    mean_noise_span_length: float = redefault(NoiseSettings, "mean_noise_span_length", resume=None)
+    noise_density: float = redefault(resume=None)
+    mean_noise_span_length: float = redefault(resume=None)
     max_length: int = redefault(
-        FineTuningSettings,
-        "max_length",
         None,
         help="Tokens per example, special tokens included; longer ones are cut (default: 64; span_corruption: "
         f"{T5_LENGTH}, of the inputs).",
     )
     optim: str = redefault(
-        FineTuningSettings,
-        "optim",
-        None,
-        help="Adafactor keeps no moments of whole matrices (default: adamw; span_corruption: adafactor).",
+        None, help="Adafactor keeps no moments of whole matrices (default: adamw; span_corruption: adafactor)."
     )
     adafactor_scale_parameter: bool = redefault(
-        FineTuningSettings,
-        "adafactor_scale_parameter",
         None,
         help="Steps in proportion to each parameter's root mean square (default: no; span_corruption with Adafactor: "
         "yes, as T5).",
     )
     learning_rate: float = redefault(
-        FineTuningSettings,
-        "learning_rate",
         None,
         help="Peak learning rate (default: 0.001); span_corruption with --pretraining_steps N and Adafactor: T5's at "
         f"that step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
     )
     lr_scheduler_type: str = redefault(
-        FineTuningSettings,
-        "lr_scheduler_type",
         None,
         help=f"One of {', '.join(SCHEDULES)} (default: linear; span_corruption: inverse_sqrt, continued from "
         "--pretraining_steps, or constant without them).",
     )
-    lr_scheduler_kwargs: dict[str, Any] = redefault(  # noqa: RUF009 (None, until it is filled in)
-        FineTuningSettings, "lr_scheduler_kwargs", None
-    )
+    lr_scheduler_kwargs: dict[str, Any] = redefault(None)  # noqa: RUF009 (None, until it is filled in)
     max_grad_norm: float = redefault(
-        FineTuningSettings,
-        "max_grad_norm",
         None,
         help="Clip the gradient norm to this; 0: never clip (default: 1.0; span_corruption: 0, for Adafactor clips "
         "each update).",
     )
-    gradient_accumulation_steps: int = redefault(FineTuningSettings, "gradient_accumulation_steps", None)
+    gradient_accumulation_steps: int = redefault(None)
     num_train_epochs: float | None = redefault(
-        FineTuningSettings,
-        "num_train_epochs",
-        None,
-        help="Epochs (0: only evaluate; default: --max_train_steps, or 300 steps).",
+        None, help="Epochs (0: only evaluate; default: --max_train_steps, or 300 steps)."
     )
     warmup_ratio: float = redefault(
-        FineTuningSettings,
-        "warmup_ratio",
         None,
         help=f"Warm-up steps as a share of all (default: {WARMUP_RATIO}, without --num_warmup_steps; span_corruption: "
         "none).",
     )
-    eval_steps: int | None = redefault(
-        FineTuningSettings, "eval_steps", help="Evaluate every N optimiser steps (default: five times in the run)."
-    )
+    eval_steps: int | None = redefault(help="Evaluate every N optimiser steps (default: five times in the run).")
 
     @property
     def is_stream(self) -> bool:

@@ -16,8 +16,8 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...answers import Answer
-from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
+from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME

@@ -9,7 +9,7 @@ in n F d_v multiply-adds each, for any length. Causally S is a running sum: with
 made, before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
 Attention dropout has no weights to drop, and is not applied.
 
-Source: arXiv 2006.16236; the formulas are in the package's `reference_linear`. Letters as in `softmax_attention`.
+Source: arXiv 2006.16236; the formulas are in the package's `reference.linear`. Letters as in `softmax_attention`.
 """
 
 from abc import abstractmethod

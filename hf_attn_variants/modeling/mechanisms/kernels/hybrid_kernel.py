@@ -8,7 +8,7 @@ A block of C queries has weights for the C + before + after keys that any of its
 behind these it reads as two running sums of phi(k) v^T, so that nothing is taken off a sum again, and nothing is as
 large as n x m. A decoder keeps the sum of the keys before the next token's window, and the window's own keys.
 
-The formula is the package's `reference_linear.hybrid_attention`. Letters as in `softmax_attention`.
+The formula is the package's `reference.linear.hybrid_attention`. Letters as in `softmax_attention`.
 """
 
 import math

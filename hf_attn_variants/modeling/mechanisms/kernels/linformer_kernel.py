@@ -4,7 +4,7 @@
 
 That is the paper's "key-value sharing" (section 4). A text of m tokens has the first m columns of E, and tokens that
 are padding count as zeros, so that they change nothing. Time and memory are n r. The formula is the package's
-`reference_linear.linformer_attention`. Letters as in `softmax_attention`.
+`reference.linear.linformer_attention`. Letters as in `softmax_attention`.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,6 @@ import torch
 
 from ...ops.reach import Reach
 from ...ops.variant_attention import VariantAttention
-from .pattern_table import has_pattern
 
 __all__ = ["MASK", "check_global_mask", "global_tokens_of", "with_global_tokens_first"]
 
@@ -28,13 +27,11 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         kwargs: the call's arguments.
 
     Raises:
-        ValueError: where nothing has a pattern, for another shape than the tokens', and beside a bias by distance.
+        ValueError: if its shape is not that of the tokens, or the attention has a bias by distance.
     """
     mask = kwargs.get(MASK)
     if mask is None:
         return
-    if not has_pattern(module.config):
-        raise ValueError(f'`{MASK}` needs `attention_pattern="sliding_window"`: without it every token is global.')
     if module.reach is None or module.reach.is_causal:  # a decoder's attentions, which have no global tokens
         return
     if hasattr(module, "has_relative_attention_bias"):

@@ -1,0 +1,166 @@
+"""How much of a time is the kernel's: the pages that a process gets from it, and how memory is kept instead.
+
+glibc gives each block above 32 MB back to the kernel and gets it anew, zeroed, page by page. Where a program frees and
+allocates such blocks all the time, and most of all on a virtual machine, that can take longer than its arithmetic.
+Allocators that keep memory (jemalloc, tcmalloc, glibc with the variables of `KEEPING`) do not do so.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+resource: Any
+try:
+    import resource
+except ImportError:  # Windows counts them otherwise
+    resource = None
+
+__all__ = [
+    "KEEPING",
+    "Usage",
+    "Watch",
+    "bound",
+    "has_few_faults",
+    "memory_now",
+    "summary",
+    "usage_text",
+]
+__all__ += ["watched_rounds", "way_now"]
+
+# With which glibc keeps memory: no block is so large that it is mapped by itself, and none is given back.
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+KEEPERS = ("jemalloc", "tcmalloc", "mimalloc")
+# So few faults a second (10 MB of new pages) take a hundredth of the time where one takes 4 microseconds, which is
+# dear; and so few in all are no matter in any time, for Python's own objects need a page now and then.
+FEW_A_SECOND, FEW = 2500, 16
+# What a fault of a huge page (2 MiB, zeroed) takes, in those of a small one, where the kernel gives huge ones unasked.
+HUGE_FAULT = 100
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a stretch of work took.
+
+    Args:
+        seconds: on the clock.
+        minor_faults: pages got from the kernel by all threads; None where they are not counted.
+        system_seconds: of all threads, in the kernel; None where they are not counted.
+    """
+
+    seconds: float
+    minor_faults: float | None
+    system_seconds: float | None
+
+
+class Watch:
+    """`with Watch() as watch: ...`; `watch.usage` is then what was done in it."""
+
+    usage: Usage
+
+    def __enter__(self) -> "Watch":
+        self._before = _now()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        after = _now()
+        faults, system = (
+            None if end is None or start is None else end - start
+            for start, end in zip(self._before[1:], after[1:], strict=True)
+        )
+        self.usage = Usage(after[0] - self._before[0], faults, system)
+
+
+def _now() -> tuple[float, float | None, float | None]:
+    if resource is None:
+        return time.perf_counter(), None, None
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), used.ru_minflt, used.ru_stime
+
+
+def summary(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Return the medians of one figure's repeats, as JSON values, and whether its faults are few."""
+
+    def median(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if len(known) == len(values) else None
+
+    names = ("seconds", "minor_faults", "system_seconds")
+    found: dict[str, Any] = {name: median([getattr(usage, name) for usage in usages]) for name in names}
+    return found | {"few_faults": has_few_faults(found["minor_faults"], found["seconds"])}
+
+
+def usage_text(usage: dict[str, Any]) -> str:
+    """Return a figure's `summary` in words."""
+    if usage["minor_faults"] is None:
+        return "page faults not counted"
+    return f"{usage['minor_faults']:,.0f} page faults, system {usage['system_seconds']:.3f} s"
+
+
+def bound() -> dict[str, int]:
+    """Return how many faults are few, for the reports."""
+    always = HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(encoding="utf-8")
+    return {"faults_a_second": FEW_A_SECOND // HUGE_FAULT if always else FEW_A_SECOND, "or_in_all": FEW}
+
+
+def has_few_faults(minor_faults: float | None, seconds: float, few: Mapping[str, int] | None = None) -> bool | None:
+    """Return whether so many faults (of `bound`) say nothing in so many seconds; None where they were not counted."""
+    if minor_faults is None:
+        return None
+    few = few or bound()
+    return minor_faults <= max(few["or_in_all"], few["faults_a_second"] * seconds)
+
+
+def way_now() -> str:
+    """Return how this process was told to hold memory: "glibc", its allocator as it is, or "kept"."""
+    return "kept" if _keeper() or all(os.environ.get(name) == value for name, value in KEEPING.items()) else "glibc"
+
+
+def memory_now() -> dict[str, dict[str, Any]]:
+    """Return by `way_now` which allocator there is, and what it was told, for the reports."""
+    name, version = platform.libc_ver()
+    allocator = _keeper() or f"{name} {version}".strip() or platform.system()
+    variables = {name: os.environ[name] for name in (*KEEPING, "GLIBC_TUNABLES") if name in os.environ}
+    return {way_now(): {"allocator": allocator, "variables": variables, "few_faults": bound()}}
+
+
+def _keeper() -> str | None:
+    """Return the preloaded allocator that keeps memory, if there is one."""
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    return next((name for name in KEEPERS if name in preloaded), None)
+
+
+@contextmanager
+def watched_rounds(module: ModuleType) -> Iterator[dict[str, list[Usage]]]:
+    """Watch what the contestants take that `module._timed` runs.
+
+    Args:
+        module: of the package; its `_timed` gets a dict of names and functions first.
+
+    Yields:
+        For each name the usage of each call of its function, those that warm up included.
+    """
+    timed = module._timed
+    found: dict[str, list[Usage]] = {}
+
+    def watched(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with Watch() as watch:
+                result = run(*args)
+            found.setdefault(name, []).append(watch.usage)
+            return result
+
+        return call
+
+    module._timed = lambda runs, *more: timed({name: watched(name, run) for name, run in runs.items()}, *more)
+    try:
+        yield found
+    finally:
+        module._timed = timed

@@ -1,0 +1,181 @@
+"""Multi-head, multi-query, grouped-query and latent attention (arXiv 1911.02150, 2305.13245, 2405.04434).
+
+    attention                      X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
+    attention of one query         x [d], M [m, d] -> y [d]
+    one step of a decoder          x [b, d], prev_K [b, h, m, k], prev_V [b, h, m, v] -> y [b, d], and K and V with
+                                   m + 1 positions; m = 0 in the first step
+    parameters                     P_q and P_k [h, d, k], P_v and P_o [h, d, v]
+
+Shared keys and values have G heads instead of h, and no axis of heads in multi-query attention.
+"""
+
+import torch
+from torch import Tensor, cat, einsum
+
+Maybe = Tensor | None  # None: the formula without this term
+
+
+def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
+    """Softmax over the last axis of logits plus biases and masks, also for rows in which every key is masked.
+
+    A row of -inf gives zeros (and zero gradients), as in `scaled_dot_product_attention`; `torch.softmax` gives NaN. A
+    row to which `torch.finfo(dtype).min` was added gives 1 / m, because the sum rounds every logit to that number.
+
+    Raises:
+        ValueError: if a term is a boolean mask.
+    """
+    for term in terms:
+        if term is not None:
+            if term.dtype == torch.bool:
+                raise ValueError("A bias or mask must hold numbers (0 and -inf), got a boolean tensor.")
+            logits = logits + term.expand(logits.shape)  # expand: a bias may not enlarge the logits
+    top = logits.detach().amax(-1, keepdim=True)
+    E = (logits - top.masked_fill(top == -torch.inf, 0)).exp()  # -inf - -inf would be NaN
+    total = E.sum(-1, keepdim=True)
+    return E / total.masked_fill(total == 0, 1)
+
+
+def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) -> Tensor:
+    """Attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
+    weights = masked_softmax(scale * einsum("k,mk->m", q, K))
+    return einsum("m,mv->v", weights, V)
+
+
+def multihead_attention_one_query(
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> Tensor:
+    """Multi-head attention of one query (1911.02150, 2.2)."""
+    q = einsum("d,hdk->hk", x, P_q)
+    K = einsum("md,hdk->hmk", M, P_k)
+    V = einsum("md,hdv->hmv", M, P_v)
+    weights = masked_softmax(scale * einsum("hk,hmk->hm", q, K))
+    o = einsum("hm,hmv->hv", weights, V)
+    return einsum("hv,hdv->d", o, P_o)
+
+
+def multihead_attention_sum(
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> Tensor:
+    """Multi-head attention of one query as a sum over heads, each projected by its own P_o[h] (2003.02436, 3)."""
+    y = torch.zeros_like(x)
+    for p_q, p_k, p_v, p_o in zip(P_q, P_k, P_v, P_o, strict=True):
+        y = y + p_o @ dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale)
+    return y
+
+
+def multihead_attention_concat(
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> Tensor:
+    """Multi-head attention of one query with concatenated heads and one projection [h * v, d] (1706.03762, 3.2.2)."""
+    heads = zip(P_q, P_k, P_v, strict=True)
+    o = cat([dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale) for p_q, p_k, p_v in heads])  # [h * v]
+    return o @ P_o.transpose(1, 2).flatten(0, 1)  # [h, d, v] -> [h * v, d]
+
+
+def multihead_attention(
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
+) -> Tensor:
+    """Multi-head attention of all queries at once (1911.02150, 2.3)."""
+    Q = einsum("bnd,hdk->bhnk", X, P_q)
+    K = einsum("bmd,hdk->bhmk", M, P_k)
+    V = einsum("bmd,hdv->bhmv", M, P_v)
+    weights = masked_softmax(scale * einsum("bhnk,bhmk->bhnm", Q, K), mask)
+    o = einsum("bhnm,bhmv->bhnv", weights, V)
+    return einsum("bhnv,hdv->bnd", o, P_o)
+
+
+def multihead_attention_incremental(
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoding step of multi-head self-attention (1911.02150, 2.4)."""
+    q = einsum("bd,hdk->bhk", x, P_q)
+    K = cat([prev_K, einsum("bd,hdk->bhk", x, P_k).unsqueeze(2)], dim=2)
+    V = cat([prev_V, einsum("bd,hdv->bhv", x, P_v).unsqueeze(2)], dim=2)
+    weights = masked_softmax(scale * einsum("bhk,bhmk->bhm", q, K))
+    o = einsum("bhm,bhmv->bhv", weights, V)
+    return einsum("bhv,hdv->bd", o, P_o), K, V
+
+
+def multiquery_attention(
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
+) -> Tensor:
+    """Multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
+    Q = einsum("bnd,hdk->bhnk", X, P_q)
+    K = einsum("bmd,dk->bmk", M, P_k)
+    V = einsum("bmd,dv->bmv", M, P_v)
+    weights = masked_softmax(scale * einsum("bhnk,bmk->bhnm", Q, K), mask)
+    o = einsum("bhnm,bmv->bhnv", weights, V)
+    return einsum("bhnv,hdv->bnd", o, P_o)
+
+
+def multiquery_attention_incremental(
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoding step of multi-query self-attention (1911.02150, 3): prev_K [b, m, k], prev_V [b, m, v]."""
+    q = einsum("bd,hdk->bhk", x, P_q)
+    K = cat([prev_K, einsum("bd,dk->bk", x, P_k).unsqueeze(1)], dim=1)  # the key axis: there is no heads axis here
+    V = cat([prev_V, einsum("bd,dv->bv", x, P_v).unsqueeze(1)], dim=1)
+    weights = masked_softmax(scale * einsum("bhk,bmk->bhm", q, K))
+    o = einsum("bhm,bmv->bhv", weights, V)
+    return einsum("bhv,hdv->bd", o, P_o), K, V
+
+
+def grouped_query_attention(
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
+) -> Tensor:
+    """Grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
+
+    P_k [G, d, k], P_v [G, d, v]. G = h is multi-head attention, G = 1 multi-query attention.
+    """
+    K = einsum("bmd,Gdk->bGmk", M, P_k)
+    V = einsum("bmd,Gdv->bGmv", M, P_v)
+    Q = _split_groups(einsum("bnd,hdk->bhnk", X, P_q), K.shape[1])  # [b, G, g, n, k]
+    logits = scale * einsum("bGgnk,bGmk->bGgnm", Q, K).flatten(1, 2)  # [b, h, n, m]
+    weights = _split_groups(masked_softmax(logits, mask), K.shape[1])
+    o = einsum("bGgnm,bGmv->bGgnv", weights, V).flatten(1, 2)  # [b, h, n, v]
+    return einsum("bhnv,hdv->bnd", o, P_o)
+
+
+def grouped_query_attention_incremental(
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoding step of grouped-query self-attention (2305.13245, 2.2), with caches of G heads."""
+    K = cat([prev_K, einsum("bd,Gdk->bGk", x, P_k).unsqueeze(2)], dim=2)
+    V = cat([prev_V, einsum("bd,Gdv->bGv", x, P_v).unsqueeze(2)], dim=2)
+    q = _split_groups(einsum("bd,hdk->bhk", x, P_q), K.shape[1])  # [b, G, g, k]
+    weights = masked_softmax(scale * einsum("bGgk,bGmk->bGgm", q, K))
+    o = einsum("bGgm,bGmv->bGgv", weights, V).flatten(1, 2)  # [b, h, v]
+    return einsum("bhv,hdv->bd", o, P_o), K, V
+
+
+def latent_attention(
+    X: Tensor, M: Tensor, A: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None
+) -> Tensor:
+    """Latent attention, with keys and values made from C = M A, as multi-query attention on C (2405.04434, 2.1.2).
+
+    A [d, r], P_k [h, r, k], P_v [h, r, v]. If A is the identity, this is slim attention (2503.05840).
+    """
+    C = einsum("bmd,dr->bmr", M, A)
+    Q = einsum("bnd,hdk,hrk->bhnr", X, P_q, P_k)
+    weights = masked_softmax(einsum("bhnr,bmr->bhnm", Q, C), mask)
+    return einsum("bhnr,hrv,hdv->bnd", einsum("bhnm,bmr->bhnr", weights, C), P_v, P_o)
+
+
+def repeat_kv_heads(P: Tensor, h: int) -> Tensor:
+    """Return the multi-head weights [h, d, k] that equal shared P_k or P_v [G, d, k]: each head h / G times."""
+    return P[groups_of_heads(h, P.shape[0])]
+
+
+def groups_of_heads(heads: int, groups: int) -> list[int]:
+    """Return the key/value head that each query head reads.
+
+    Raises:
+        ValueError: if the groups have different sizes.
+    """
+    if heads % groups:
+        raise ValueError(f"The number of heads must be a multiple of the {groups} key/value heads, got {heads}.")
+    return [head * groups // heads for head in range(heads)]
+
+
+def _split_groups(T: Tensor, G: int) -> Tensor:
+    return T.unflatten(1, (G, -1))  # [b, h, ...] -> [b, G, g, ...]

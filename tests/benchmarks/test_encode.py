@@ -1,0 +1,78 @@
+"""The benchmark of forward passes: the models that it times, and the errors."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from architectures import ALBERT, BERT, T5
+from relatives import RELATIVES, WHISPER
+
+ROOT = Path(__file__).resolve().parents[2]
+MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.speed.encode").measure_passes
+
+
+def names_and_fields(table):
+    return [row["name"] for row in table["rows"]], [row["fields"] for row in table["rows"]]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "architecture, head, length",
+    [
+        (BERT, "BertModel", 8),
+        (ALBERT, "AlbertModel", 8),
+        (MARIAN, "MarianForCausalLM", 8),
+        (WHISPER, "WhisperForAudioClassification", None),
+        (WHISPER, "WhisperForCausalLM", 40),
+    ],
+)
+def test_upstream_is_the_baseline_and_every_variant_is_timed(measure, architecture, head, length):
+    config = architecture.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    table = measure(config, 2, length, 2)
+    names, _ = names_and_fields(table)
+    assert names[:2] == ["upstream", "MHA"] and "MQA" in names
+    assert ("MHA + talking heads" in names) is (architecture in (BERT, ALBERT))
+    assert table["architecture"] == f"AttnVariant{head}" and table["rows"][0]["speedup"] == 1.0
+    for row in table["rows"]:
+        assert len(row["all_milliseconds"]) == 2 and row["usage"]["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(2 * table["length"] / row["milliseconds"] * 1e3)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_encoder_of_t5_is_timed_with_its_own_fields(measure, stored):
+    config = T5.upstream_model("T5EncoderModel").config.to_dict()
+    config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
+    names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
+    assert names[0] == "upstream" and {"encoder_num_key_value_heads": 1} in fields
+    assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
+    assert not any("num_key_value_heads" in each for each in fields)
+
+
+def test_only_heads_that_divide_the_value_heads_are_timed(measure):
+    config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
+    _, fields = names_and_fields(measure(config.to_dict(), 2, 8, 1))
+    assert [each["num_key_value_heads"] for each in fields if "num_key_value_heads" in each] == [12, 2, 1]
+
+
+def test_a_model_that_computes_something_else_is_not_timed(measure, monkeypatch):
+    import hf_attn_variants
+
+    model = hf_attn_variants.AttnVariantBertModel
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda self, *args, **given: forward(self, *args, **given | NO_MASK))
+    with pytest.raises(ValueError, match="and BertModel of the same weights put out different numbers"):
+        measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 8, 1)
+
+
+NO_MASK = {"attention_mask": None}
+
+
+def test_a_text_that_is_too_long(measure):
+    with pytest.raises(ValueError, match="the model has"):
+        measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 10**6, 1)

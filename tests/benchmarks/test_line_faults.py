@@ -1,0 +1,65 @@
+"""The faults that `line_faults.py` makes, and the lines that `code_size.py` counts."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = '''"""A module with 3 lines."""
+import logging
+
+
+class Scale:
+    def apply(self, rows: list[3], scale=1):
+        """Return 2 rows."""
+        if scale > 0 and rows:
+            raise ValueError("no" + str(4))
+        logging.info("%d rows", 5)
+        self.check(rows, True)  # é
+
+        return f"{6}" + self.name
+'''
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module
+
+
+def test_faults_are_in_code_that_runs(versions, tmp_path):
+    mutations = versions("benchmarks.versions.line_mutations")
+    (name, function) = next(mutations.functions(ast.parse(SOURCE)))
+    lines = SOURCE.encode().splitlines()
+    made = set()
+    for number, begin, end, new, _ in mutations.mutations(function, lines):
+        line = lines[number - 1]
+        made.add((line[:begin] + new.encode() + line[end:]).decode().strip())
+        ast.parse(b"\n".join([*lines[: number - 1], line[:begin] + new.encode() + line[end:], *lines[number:]]))
+    assert name == "Scale.apply" and made == {
+        "if scale >= 0 and rows:",
+        "if scale <= 0 and rows:",
+        "if scale > 0 or rows:",
+        "if not (scale > 0 and rows):",
+        "if scale > 1 and rows:",
+        "pass  # é",
+        "self.check(True, rows)  # é",
+        "self.check(rows, False)  # é",
+        "return None",
+    }
+
+
+def test_lines_are_found_again_in_another_file(versions, tmp_path):
+    mutations = versions("benchmarks.versions.line_mutations")
+    (tmp_path / mutations.PACKAGE / "hub").mkdir(parents=True)
+    (tmp_path / mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
+    found = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
+    assert found == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
+
+
+def test_comments_docstrings_and_blank_lines_are_not_code(versions, tmp_path):
+    (tmp_path / "module.py").write_text(SOURCE, encoding="utf-8")
+    counts = versions("benchmarks.versions.code_size").count_file(tmp_path / "module.py")
+    assert (counts["code_lines"], counts["functions"], counts["complexity"]) == (8, 1, 3)

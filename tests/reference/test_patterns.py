@@ -1,0 +1,91 @@
+"""The patterns' formulas against each other, and against windows written out by hand."""
+
+import pytest
+import torch
+
+from hf_attn_variants.reference.patterns import (
+    keys_by_stride,
+    keys_in_local_block,
+    keys_in_random_blocks,
+    keys_in_window,
+    keys_of_fixed_pattern,
+    pattern_mask,
+    sliding_window_attention,
+    sliding_window_mask,
+)
+from hf_attn_variants.reference.talking_heads import attention_core
+
+DRAWN = {
+    "window": ({"window": 2}, ["##...", "###..", ".###.", "..###", "...##"]),
+    "dilated": ({"window": 2, "dilation": 2}, ["#.#..", ".#.#.", "#.#.#", ".#.#.", "..#.#"]),
+    "global": ({"window": 2, "global_tokens": 1}, ["#####", "###..", "####.", "#.###", "#..##"]),
+    "causal": ({"window": 2, "causal": True}, ["#....", "##...", ".##..", "..##.", "...##"]),
+    "causal, dilated": ({"window": 2, "dilation": 2, "causal": True}, ["#....", ".#...", "#.#..", ".#.#.", "..#.#"]),
+}
+
+
+@pytest.mark.parametrize("fields, rows", DRAWN.values(), ids=DRAWN)
+def test_the_mask_is_the_drawing(fields, rows):
+    assert sliding_window_mask(5, **fields).tolist() == [[cell == "#" for cell in row] for row in rows]
+
+
+def test_a_global_token_reads_all_and_is_read_by_all():
+    assert keys_in_window(1, 6, window=2, global_tokens=2) == [0, 1, 2, 3, 4, 5]
+    assert keys_in_window(5, 6, window=2, global_tokens=2) == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in DRAWN.values()], ids=DRAWN)
+def test_key_by_key_is_full_attention_under_the_mask(fields):
+    torch.manual_seed(0)
+    n, double = 7, torch.float64
+    Q = torch.randn(2, 4, n, 3, dtype=double)
+    K, V = torch.randn(2, 2, 2, n, 3, dtype=double)
+    padding = torch.arange(n) < torch.tensor([n, 3])[:, None]
+    bias = torch.randn(4, 2 * n - 1, dtype=double)
+    output, weights = sliding_window_attention(Q, K, V, scale=0.5, padding=padding, bias=bias, **fields)
+    allowed = sliding_window_mask(n, **fields) & padding[:, None, None]
+    distance = torch.arange(n) - torch.arange(n)[:, None]
+    mask = torch.zeros(allowed.shape, dtype=double).masked_fill(~allowed, -torch.inf)
+    expected = attention_core(Q, K, V, scale=0.5, bias=bias[None, :, distance + n - 1], mask=mask)
+    torch.testing.assert_close((output, weights), expected)
+
+
+BLOCKS = {
+    "strided": (keys_by_stride, {"stride": 2}, ["###.#", "####.", "#####", ".####", "#.###"]),
+    "strided, near, causal": (
+        keys_by_stride, {"stride": 2, "part": 1, "causal": True}, ["#....", "##...", "###..", ".###.", "..###"],
+    ),
+    "strided, far": (keys_by_stride, {"stride": 2, "part": 2}, ["#.#.#", ".#.#.", "#.#.#", ".#.#.", "#.#.#"]),
+    "fixed": (keys_of_fixed_pattern, {"block": 2, "summary": 1}, ["##.#.", "##.#.", ".###.", ".###.", ".#.##"]),
+    "fixed, far, causal": (
+        keys_of_fixed_pattern,
+        {"block": 2, "summary": 1, "part": 2, "causal": True},
+        ["#....", ".#...", ".##..", ".#.#.", ".#.##"],
+    ),
+    "local": (keys_in_local_block, {"block": 3}, ["###..", "###..", "###..", "...##", "...##"]),
+    "local, causal": (
+        keys_in_local_block, {"block": 3, "causal": True}, ["#....", "##...", "###..", "...#.", "...##"],
+    ),
+    "random, none": (keys_in_random_blocks, {"block": 1, "random": 0}, ["##...", "###..", ".###.", "..###", "...##"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, fields, rows", BLOCKS.values(), ids=BLOCKS)
+def test_a_pattern_of_blocks_is_the_drawing(keys, fields, rows):
+    mask = pattern_mask(5, lambda i, n: keys(i, n, **fields))
+    assert mask.tolist() == [[cell == "#" for cell in row] for row in rows]
+
+
+def test_random_blocks_are_so_many_and_spread_over_the_text():
+    fields = {"block": 4, "random": 2, "seed": 3}
+    counts = torch.zeros(25)
+    for block in range(25):
+        read = keys_in_random_blocks(4 * block, 100, **fields)
+        near = range(max(0, 4 * block - 4), min(100, 4 * block + 8))
+        drawn = sorted(set(read) - set(near))
+        assert len(drawn) == 8 and all(key // 4 * 4 in drawn for key in drawn)
+        counts[[key // 4 for key in drawn[::4]]] += 1
+    assert counts.max() <= 8 and (counts > 0).sum() >= 16  # of 50 draws over 25 blocks
+    assert keys_in_random_blocks(40, 100, **fields) != keys_in_random_blocks(40, 100, **fields, layer=1)
+    causal = {**fields, "causal": True}
+    assert keys_in_random_blocks(40, 60, **causal) == keys_in_random_blocks(40, 100, **causal)
