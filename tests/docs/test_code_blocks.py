@@ -46,7 +46,6 @@ SHOWN = {
     ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
-    ("docs/training.md", "What does it see?"): "a question as a model reads it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
@@ -209,6 +208,7 @@ class Reader:
         assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
         if named := re.search(r'run\("([\w-]+)"\)', (ROOT / words[1]).read_text(encoding="utf-8")):
             return importlib.import_module(cli.COMMANDS[named[1]][0]), words[2:]
+        self.monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))  # as Python does for a script
         spec = importlib.util.spec_from_file_location(Path(words[1]).stem + "_of_the_docs", ROOT / words[1])
         module = importlib.util.module_from_spec(spec)
         self.monkeypatch.setitem(sys.modules, spec.name, module)
