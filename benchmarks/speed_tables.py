@@ -318,7 +318,7 @@ def loop_overhead(report: dict[str, Any]) -> Rows:
         yield [row["task"], f"{bare:.1f} ms", f"{loop:.1f} ms", overhead, waiting]
 
 
-@table("talking_heads.md", "talking_heads_cpu_plain", "talking_heads_cpu")
+@table("results_talking_heads.md", "talking_heads_cpu_plain", "talking_heads_cpu")
 def attention_alone(plain: dict[str, Any], whole: dict[str, Any]) -> Rows:
     every = [(row, kept) for row, kept in pairs(whole, "times") if row["option"] != "plain"]
     for row, kept in [*pairs(plain, "times"), *every]:
@@ -332,7 +332,7 @@ def attention_alone(plain: dict[str, Any], whole: dict[str, Any]) -> Rows:
         yield cells
 
 
-@table("talking_heads.md", "talking_heads_cpu_layers")
+@table("results_talking_heads.md", "talking_heads_cpu_layers")
 def whole_layers(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "naive", "blocked", PEER, "x-transformers flash")
     for row, kept in pairs(report, "layers"):

@@ -262,7 +262,7 @@ def from_scratch() -> Rows:
         yield [variant + width, spread([run["dev_loss"] for run in group], ".3f"), *bleu]
 
 
-@table("talking_heads.md")
+@table("results_talking_heads.md")
 def memory_of_a_call() -> Rows:
     for row in load("talking_heads_cpu")["peak_memory"]:
         parts = [(row["forward"][peer], row["training"][peer]) for peer in ("naive", "blocked", "sdpa")]
