@@ -342,7 +342,7 @@ def whole_layers(report: dict[str, Any]) -> Rows:
             yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
 
 
-@table("serving.md", "serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
+@table("results_serving.md", "serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
 def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     sizes = [pair for report in reports for pair in pairs(report, "runs")]
     (last, _) = sizes[-1]
@@ -353,17 +353,17 @@ def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
         yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
 
 
-@table("serving.md", "serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4")
+@table("results_serving.md", "serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4")
 def serving_with_amx(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from serving(*reports)
 
 
-@table("serving.md", "serving_t5-base_amx_batch4")
+@table("results_serving.md", "serving_t5-base_amx_batch4")
 def serving_t5_base(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from serving(report)
 
 
-@table("serving.md", "serving_opus-mt_cpu")
+@table("results_serving.md", "serving_opus-mt_cpu")
 def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from serving(report)
 
@@ -373,7 +373,7 @@ def converted_whispers(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from (row for row in serving(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
 
 
-@table("serving.md", "serving_whisper-base_cpu_batch1", "serving_whisper-base_cpu_batch4")
+@table("results_serving.md", "serving_whisper-base_cpu_batch1", "serving_whisper-base_cpu_batch4")
 def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Sequence[Any]]:
     # The peaks are of batch 1 with beams; of batch 4 there are times alone.
     peaks = one["runs"][-1]["peak_bytes"]
@@ -385,7 +385,7 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
 RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
 
 
-@table("serving.md", *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS))
+@table("results_serving.md", *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS))
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Seconds in both ways: engines that keep their own memory have no ratio that could be claimed."""
     sizes = [way for report in reports for pair in pairs(report, "runs") for way in pair]
@@ -397,7 +397,7 @@ def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]
 HEARD = ("greedy", "5beams", "5beams_batch16")
 
 
-@table("serving.md", *(f"transcription_whisper-base_amx_{part}" for part in HEARD))
+@table("results_serving.md", *(f"transcription_whisper-base_amx_{part}" for part in HEARD))
 def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Seconds with glibc as it is and with memory kept, greedily before beams; how many of the largest batch agree."""
     runs = [pair for report in reports for pair in pairs(report, "runs")]

@@ -278,7 +278,7 @@ def largest_batches() -> list[int]:
     return [row["largest_batch"] for row in load("largest_batch_t5-small")["rows"].values()]
 
 
-@table("serving.md")
+@table("results_serving.md")
 def texts_that_fit() -> Rows:
     latents = "converted, latents of 128 (source) and 32 (each layer)"
     yield from zip(("transformers", "share_memory", latents, "CTranslate2"), largest_batches(), strict=True)

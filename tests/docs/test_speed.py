@@ -36,6 +36,7 @@ WITHOUT_LINKS = {
     ("results_speed.md", "An encoder alone"): BERTS,
     ("sparse.md", "Implementation"): ("sliding_window_cpu",),
     ("share_memory.md", "Sharing memory between beams"): SERVED,
+    ("serving.md", "Recommendations for CPUs"): SERVED,
     ("sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
     ("linear.md", "A softmax in some layers"): ("linear_attention_models_cpu",),
 }
