@@ -302,7 +302,7 @@ def test_a_wrong_digit_is_found(monkeypatch):
 
 
 def test_the_figures_of_the_experiments_are_those_of_the_results():
-    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/results_experiments.md").read_text(encoding="utf-8")
     figures = set(re.findall(r"\d+\.\d+ \(\d+\.\d+ to \d+\.\d+\)", page))
     assert len(figures) >= 6 and not {figure for figure in figures if figure not in DOCUMENTS["results_scratch.md"]}
 
