@@ -16,6 +16,7 @@ example (--dry_run lists what would go up, and shows the card):
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
 
+MOST_TEXT_BYTES = 2**24  # of a card, or of notes for a card
 # The fields of `CardOptions`: what a generated card says.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
@@ -75,7 +76,10 @@ def main(args: argparse.Namespace) -> Any:
     evaluations = [] if args.evaluations is None else load_json(Path(args.evaluations).expanduser())
     read: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
     options = CardOptions(**{name: read.get(name, getattr(args, name)) for name in CARD_FLAGS})
-    folder, api = Path(args.model_name_or_path).expanduser(), HfApi(token=args.token)
+    folder = Path(args.model_name_or_path).expanduser()
+    if not folder.is_dir():  # before the Hub is asked for an account
+        raise FileNotFoundError(f"There is no checkpoint folder {args.model_name_or_path!r}.")
+    api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:
         repo_id = full_repo_id(repo_id, api)
@@ -96,9 +100,11 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_text(path: str | None) -> str | None:
+    from ..open_files import read_file
+
     if path is None:
         return None
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8").strip() + "\n"
+        return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text, got {error}.") from error

@@ -599,7 +599,7 @@ def test_parent_of_the_task_folder_gets_a_hint(run, glue):
 
 def test_grouped_query_talking_heads_checkpoint_trains_and_its_projections_move(run, tiny_bert, tmp_path):
     config = AttnVariantBertConfig(
-        **{**AutoConfig.from_pretrained(tiny_bert).to_dict(), "model_type": "attn_variant_bert"},
+        **AutoConfig.from_pretrained(tiny_bert).to_dict(),
         num_key_value_heads=2,
         talking_heads="both",
     )

@@ -169,7 +169,7 @@ def test_overrides_make_what_flags_make():
             ["--config_overrides", "talking_head=both"],
             "--config_overrides: `talking_head` is not a field of .*T5Config",
         ),
-        (["--talking_heads_dynamic", "x2l"], "`talking_heads_dynamic` 'x2l' is added to the logits projection"),
+        (["--talking_heads_dynamic", "x2l"], "`talking_heads_dynamic` needs `talking_heads`"),
     ],
 )
 def test_what_is_unknown_or_said_twice_is_refused(more, message):

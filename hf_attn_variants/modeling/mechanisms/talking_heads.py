@@ -248,7 +248,7 @@ def talking_group(config: Any, prefix: str) -> str:
     """Return the prefix of the fields that a place uses: its own if any of these is given, otherwise ""."""
     by_layer = config.per_layer_values or {}
     names = [prefix + name for name in TALKING_FIELDS]
-    return prefix if any(name in by_layer or getattr(config, name) is not None for name in names) else ""
+    return prefix if any(name in by_layer or getattr(config, name, None) is not None for name in names) else ""
 
 
 def layers_of(config: Any, prefix: str) -> list[TalkingHeads]:
