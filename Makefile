@@ -14,7 +14,7 @@ help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
 	@echo "make test        run the tests, but for those that take longest"
 	@echo "make test-thorough  run the others, as CI does after make test"
-	@echo "make tree        write the tree of files in docs/architecture.md"
+	@echo "make tree        write the tree of files in docs/tree.md"
 	@echo "make fields      write the tables of docs/fields.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"

@@ -1,4 +1,4 @@
-"""The tree of `docs/architecture.md`: the package's folders and files, each with the first sentence of its docstring.
+"""The tree of `docs/tree.md`: the package's folders and files, each with the first sentence of its docstring.
 
 `make tree` writes it into the page; `tests/test_rooms.py` compares the two.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_attn_variants"
-PAGE = ROOT / "docs/architecture.md"
+PAGE = ROOT / "docs/tree.md"
 # Rooms in the order in which they build on each other; other folders stand by their names.
 ROOMS = (
     "modeling",
