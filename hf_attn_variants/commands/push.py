@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> Any:
     options = CardOptions(**{name: read.get(name, getattr(args, name)) for name in CARD_FLAGS})
     folder = Path(args.model_name_or_path).expanduser()
     if not folder.is_dir():  # before the Hub is asked for an account
-        raise FileNotFoundError(f"There is no checkpoint folder {args.model_name_or_path!r}.")
+        raise FileNotFoundError(f"there is no checkpoint folder {args.model_name_or_path!r}.")
     api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:

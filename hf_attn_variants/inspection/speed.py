@@ -161,7 +161,9 @@ def measure_speed(
     current = variant_config(config)
     auto_class = timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
-        raise ValueError(f"`benchmark` times the decoding of encoder-decoders; {current.model_type} with this head is none.")
+        raise ValueError(
+            f"`benchmark` times the decoding of encoder-decoders, got {current.model_type} with {auto_class}."
+        )
     length = timed_length(length, current, auto_class)
     found = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     runs = {

@@ -45,7 +45,7 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
 @pytest.mark.parametrize("head", ["BertModel", "BertLMHeadModel"])
 def test_models_that_do_not_generate_from_an_encoder_are_not_timed(head):
     config = BERT.config().to_dict() | {"architectures": [head]}
-    with pytest.raises(ValueError, match="decoding is timed of encoder-decoders"):
+    with pytest.raises(ValueError, match="times the decoding of encoder-decoders"):
         measure_speed(config, length=8)
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5, VARIANTS
 from fixtures.uptraining import make_t5
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_attn_variants.inspection.attention_maps import maps as maps_module
 from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
@@ -255,3 +256,12 @@ found.textContent = "found " + [{measured}].map(one => one.scrollWidth - one.cli
     command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     assert "found 0,0" in printed, re.findall("found [0-9,]+", printed)
+
+
+def test_stages_are_recorded_after_remote_code_registered_its_functions(tokenizer, tmp_path):
+    model = make_model()
+    names = [stage.name for stage in attention_maps(model, tokenizer, TEXT).attentions[0].stages]
+    model.save_pretrained(tmp_path)
+    get_class_from_dynamic_module(f"{type(model.config).modeling_file}.{type(model).__name__}", str(tmp_path))
+    assert [stage.name for stage in attention_maps(model, tokenizer, TEXT).attentions[0].stages] == names
+    assert len(names) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...generation_calls import limits_of_the_call
 from ...modeling.attention import attention_interface
@@ -19,6 +21,7 @@ from ...modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
 from ...modeling.ops.reach import TransientGlobal
 from ...modeling.ops.softmax_attention import attention_with_weights
 from ...modeling.ops.variant_attention import VariantAttention
+from ...modeling.variant_names import EAGER
 from ...text_lines import is_unicode
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
@@ -182,11 +185,17 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
         calls[-1][-1].extend(_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
-    attention_interface.attention_with_weights = attend
+    # Remote code of the same version registers its own copy of the functions under the same names.
+    registered = inspect.unwrap(ALL_ATTENTION_FUNCTIONS[EAGER]).__globals__
+    namespaces = {id(each): each for each in (vars(attention_interface), registered)}.values()
+    originals = [namespace["attention_with_weights"] for namespace in namespaces]
+    for namespace in namespaces:
+        namespace["attention_with_weights"] = attend
     try:
         yield calls
     finally:
-        attention_interface.attention_with_weights = attention_with_weights
+        for namespace, original in zip(namespaces, originals, strict=True):
+            namespace["attention_with_weights"] = original
         for hook in hooks:
             hook.remove()
 
