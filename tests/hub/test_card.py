@@ -323,7 +323,7 @@ def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
 def test_the_code_is_told_with_what_it_was_run_and_how_it_is_renewed(folder):
     text = str(model_card(folder, "me/x"))
     assert f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to" in text
-    assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x`" in text
+    assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
     assert refreshed_card(text) == text and refreshed_card(text.replace("me/x", "me/y")) is None
     unpaired = text.replace(f"to {NEWEST_RUN}.", "to 5.1.")
     body = unpaired[: unpaired.rindex("\n<!-- generated")]
