@@ -373,6 +373,10 @@ def _check_all_used(
         if useless := [each for each in fields if each in given and each not in used]:
             known = " or ".join(f"`{each}`" for each in fields if each in used)
             raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
+    for field in config_class.pattern_fields():
+        kind = ("encoder_" if field.startswith("encoder_") else "") + "attention_pattern"
+        if given.get(field) is not None and getattr(config, kind) is None and not has_kernel(config):
+            raise ValueError(f"nothing to convert: `{field}` has no effect without `{kind}`.")
     places = {module.site.place_prefix for module in modules}
     check_talking_used(name, given, config, places)
 

@@ -43,6 +43,7 @@ IMPOSSIBLE = [
         "nothing to convert: give one of `num_key_value_heads`, `kv_lora_rank`, `talking_heads`, "
         "`cross_talking_heads`, `attention_pattern`, `attention_kernel`, `per_layer_values`.",
     ),
+    ({"attention_window": 4}, "nothing to convert: `attention_window` has no effect without `attention_pattern`"),
     ({"per_layer_values": {"kv_lora_rank": [None, None]}}, "nothing to convert: `per_layer_values` gives no layer"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),
     ({"talking_heads": "both", "num_softmax_heads": 24}, "`talking_heads_init`"),
