@@ -11,11 +11,11 @@ import torch
 
 from ..conversion.attention_tensors import rank_relation, relation
 from ..errors import as_value_error
-from ..modeling.fields.field_table import PLACES
+from ..modeling.fields.field_table import PLACES, row_of
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
-from ..modeling.fields.score_fields import has_scores, score_name
 from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.additive_score import AdditiveScore
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.latents import rank_of_map
@@ -398,3 +398,16 @@ def _is_as_trained(config: Any) -> bool:
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
     has_own = has_scores(config) or config.value_head_dim is not None
     return has_own or not values.isdisjoint(by_head)
+
+
+def score_name(config: Any, prefix: str) -> str | None:
+    """Return the score function of a place; None is the dot product."""
+    requested = AdditiveScore.asked_for(config, prefix)
+    return None if requested is None else requested[1]
+
+
+def has_scores(config: Any) -> bool:
+    """Return whether any attention of a configuration has other scores than dot products."""
+    field = AdditiveScore.field
+    prefixes = [prefix for prefix in row_of(field)[1].prefixes if hasattr(config, prefix + field)]
+    return any(score_name(config, prefix) is not None for prefix in prefixes)

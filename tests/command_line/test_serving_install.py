@@ -17,6 +17,7 @@ from hf_attn_variants.cli import COMMANDS, SERVING, TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
+import json
 import os
 import sys
 from hf_attn_variants import cli
@@ -27,7 +28,7 @@ commands = {
     "convert": [source, "--num_key_value_heads", "2", "--output_dir", f"{out}/gqa", "--disable_tqdm"],
     "visualize": ["--model_name_or_path", f"{out}/gqa", "--text", "The cats.", "--output_dir", f"{out}/maps"],
     "export": [f"{out}/gqa", "--to", "transformers", "--output_dir", f"{out}/plain"],
-    "benchmark": [source, "--num_key_value_heads", "2", "--length", "8", "--rounds", "1", "--threads", "1"],
+    "benchmark": [f"{out}/t5", "--num_key_value_heads", "2", "--length", "8", "--rounds", "1", "--threads", "1"],
     "frontier": [
         source, "--num_key_value_heads", "2", "--kv_lora_rank", "8", "--calibration_file", f"{out}/text.txt",
         "--calibration_size", "32", "--held_out_size", "16", "--fit_steps", "0", "--output_dir", f"{out}/frontier",
@@ -37,6 +38,10 @@ commands = {
 }
 with open(f"{out}/text.txt", "w") as file:
     file.writelines(f"the cats sit on {place} and {place}\\n" for place in range(100))
+t5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 60, "num_layers": 1}
+os.mkdir(f"{out}/t5")
+with open(f"{out}/t5/config.json", "w") as file:
+    json.dump(t5 | {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0}, file)
 for name, argv in commands.items():
     assert cli.main([name, *argv]) == 0, name
 assert os.listdir(f"{out}/frontier") == ["frontier.json"]

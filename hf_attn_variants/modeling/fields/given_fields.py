@@ -28,7 +28,9 @@ def wrong_name(config_class: Any, name: str) -> str | None:
     known = config_class.variant_fields()
     if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
         return None
-    meant = nearest(name, known)
+    # A field with the prefix of a place that this architecture does not have is nearly a field too.
+    prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
+    meant = nearest(name, known) or prefixed.get(nearest(name, prefixed) or "")
     text = f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({{}})?"
     return None if meant is None else text.format(known[meant])
 
