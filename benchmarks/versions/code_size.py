@@ -4,7 +4,7 @@ Blank lines, comments and docstrings do not count. The complexity of a function 
 branches: conditions, loops, exception handlers, `and` and `or`, `match` cases, and the conditions of comprehensions.
 
 Example:
-    python -m benchmarks.versions.code_size --output /tmp/size.json
+    python -m benchmarks.versions.code_size --output build/size.json
     python -m benchmarks.versions.code_size --compare benchmarks/versions/results/code_size_before.json
 """
 

@@ -7,7 +7,7 @@ is identified by its function and the text of its line, so that it is found agai
 The interpreter needs `coverage` and `pytest-cov` in addition to the requirements of the tests.
 
 Example:
-    python -m benchmarks.versions.line_faults --folder /tmp/faults
+    python -m benchmarks.versions.line_faults --folder build/faults
     python -m benchmarks.versions.line_faults --compare benchmarks/versions/results/line_faults.json
 """
 

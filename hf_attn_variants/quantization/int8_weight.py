@@ -24,7 +24,7 @@ import torch
 
 from .timing import least_seconds
 
-__all__ = ["LARGEST", "Int8Weight", "Plan", "check_engine", "current_plan", "has_vnni", "round_inputs"]
+__all__ = ["LARGEST", "Int8Weight", "Plan", "check_engine", "current_plan", "round_inputs"]
 
 # Weights are symmetric about zero; -128 has no counterpart.
 LARGEST = 127
@@ -259,11 +259,6 @@ class Plan(NamedTuple):
 def current_plan() -> Plan:
     """Return the plan for torch's engine and number of threads; the first call of a process times the paths."""
     return _plan(torch.backends.quantized.engine, torch.get_num_threads())
-
-
-def has_vnni() -> bool:
-    """Return whether an operator of torch multiplies inputs of 8 bits at full speed on this processor."""
-    return current_plan().bits == 8
 
 
 @functools.cache
