@@ -10,12 +10,12 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.table_files import parse_rows
-from hf_attn_variants.text_files import column_names, column_value
+from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
 from hf_attn_variants.text_lines import is_blank
 from hf_attn_variants.training.classification.labels import read_cell
 from hf_attn_variants.training.classification.splits import ClassificationSplit, make_rows
 from hf_attn_variants.training.engine import table_splits
-from hf_attn_variants.training.engine.table_splits import Record, Source, has_column, named_label, text_of
+from hf_attn_variants.training.engine.table_splits import Record, Source, named_label, text_of
 
 # Names of columns that need no flag; choices may also be in ending0, ending1, ... and the like.
 NAMES = {
@@ -108,8 +108,8 @@ def _read(name: str, source: Source, columns: dict[str, Any]) -> list[Row]:
 def _choices_of(record: Record, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row; the last of several columns may be blank."""
     for column in columns:
-        if not has_column(record, column):
-            raise table_splits.missing_column(record, column, "--choices_columns")
+        if not has_column(record.values, column):
+            raise missing_column(record.names_place, record.values, column, "--choices_columns")
     values: Any = [column_value(record.values, column) for column in columns]
     if len(columns) == 1:
         [values] = values

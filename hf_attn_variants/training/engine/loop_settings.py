@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .optimization import warmup_steps
-from .settings import TrainingSettings
+from .settings import TrainingSettings, warmup_steps
 
 __all__ = ["LoopSettings", "greater_is_better", "total_training_steps"]
 

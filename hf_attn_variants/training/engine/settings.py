@@ -6,6 +6,7 @@ is printed from it.
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ __all__ = [
     "OutputSettings",
     "RowSettings",
     "TrainingSettings",
+    "warmup_steps",
 ]
 
 
@@ -370,3 +372,19 @@ class FineTuningSettings(TrainingSettings, RowSettings):
     """What every training on rows has."""
 
     max_length: int = redefault()  # a dataclass takes that of its first base otherwise
+
+
+def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
+    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+
+    Raises:
+        ValueError: if they are more than the run has.
+    """
+    warmup = settings.num_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(settings.warmup_ratio * total_steps)
+    if total_steps == 0:  # a run that only evaluates
+        return 0
+    if warmup > total_steps:
+        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    return warmup

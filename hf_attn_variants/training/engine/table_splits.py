@@ -8,9 +8,8 @@ from typing import Any
 
 from datasets import ClassLabel
 
-from ... import text_files
 from ...table_files import read_records, row_place
-from ...text_files import column_value
+from ...text_files import column_value, has_column, missing_column
 from ...text_lines import is_unicode
 from .hub_datasets import folder_files, load_splits
 from .table_settings import TableSettings
@@ -20,8 +19,6 @@ __all__ = [
     "Record",
     "Source",
     "check_column",
-    "has_column",
-    "missing_column",
     "named_label",
     "read_sources",
     "text_of",
@@ -125,11 +122,6 @@ def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
     return sources
 
 
-def has_column(record: Record, column: str) -> bool:
-    """Say whether a row has a column; of a nested one that is null nobody knows."""
-    return text_files.has_column(record.values, column)
-
-
 def check_column(name: str, source: Source, column: str | None, flag: str) -> str | None:
     """Return the column of a split's labels; None of a test split without it.
 
@@ -139,25 +131,25 @@ def check_column(name: str, source: Source, column: str | None, flag: str) -> st
     """
     if column is None:
         return None
-    if has_column(source.first, column):
+    if has_column(source.first.values, column):
         source.records = _with(column, flag, source.records)
         return column
     if name != "test":
-        raise missing_column(source.first, column, flag)
+        raise missing_column(source.first.names_place, source.first.values, column, flag)
     source.records = _without(column, source.first, source.records)
     return None
 
 
 def _with(column: str, flag: str, records: Iterator[Record]) -> Iterator[Record]:
     for record in records:
-        if record.number == 1 and not has_column(record, column):
-            raise missing_column(record, column, flag)
+        if record.number == 1 and not has_column(record.values, column):
+            raise missing_column(record.names_place, record.values, column, flag)
         yield record
 
 
 def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:
     for record in records:
-        if has_column(record, column):
+        if has_column(record.values, column):
             raise uneven_column(column, first, record)
         yield record
 
@@ -169,11 +161,6 @@ def uneven_column(column: str, first: Record, record: Record) -> ValueError:
     )
 
 
-def missing_column(record: Record, column: str, flag: str) -> ValueError:
-    """Return the error of a row that lacks a column, which `flag` names."""
-    return text_files.missing_column(record.names_place, record.values, column, flag)
-
-
 def text_of(record: Record, column: str, flag: str) -> str:
     """Return a row's text in a column.
 
@@ -183,8 +170,8 @@ def text_of(record: Record, column: str, flag: str) -> str:
     text = column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
-    if text is None and not has_column(record, column):
-        raise missing_column(record, column, flag)
+    if text is None and not has_column(record.values, column):
+        raise missing_column(record.names_place, record.values, column, flag)
     what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
     raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with {flag}")
 
