@@ -41,7 +41,7 @@ def run(command: Any) -> int:
 def _call(name: str, given: Any, owns_process: bool) -> int:
     global is_command
     is_command = True
-    from hf_attn_variants.interrupts import exit_on_interrupt
+    from hf_attn_variants.errors import exit_on_interrupt
 
     if owns_process:
         exit_on_interrupt()

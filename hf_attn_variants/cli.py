@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .command_line import HOSTS, CommandParser, documentation, package_version
-from .errors import run_script
-from .interrupts import unwind_on_interrupt
+from .errors import run_script, unwind_on_interrupt
 
 __all__ = ["COMMANDS", "main", "run"]
 

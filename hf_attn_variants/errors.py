@@ -1,4 +1,4 @@
-"""How a script tells its user what went wrong: one line and an exit status, no traceback."""
+"""How a command ends: one line and an exit status for an error, and Ctrl-C."""
 
 import os
 import re
@@ -9,9 +9,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .interrupts import INTERRUPTED, is_first_process
+__all__ = [
+    "INTERRUPTED",
+    "NonFiniteLossError",
+    "TerminatedError",
+    "as_value_error",
+    "exit_on_interrupt",
+    "is_first_process",
+    "is_out_of_memory",
+    "run_script",
+    "unwind_on_interrupt",
+]
 
-__all__ = ["NonFiniteLossError", "TerminatedError", "as_value_error", "is_out_of_memory", "run_script"]
+INTERRUPTED = "stopped by Ctrl-C"
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once with one line, while there is nothing to unwind.
+
+    Where somebody ignores or handles it, nothing changes.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
+
+
+def unwind_on_interrupt() -> None:
+    """Undo `exit_on_interrupt`: Ctrl-C raises KeyboardInterrupt again, so that work can clean up after itself."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_first_process() -> bool:
+    """Say whether this process speaks for all that were launched with it on this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _exit(number: int, frame: Any) -> None:
+    if is_first_process():
+        os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(128 + number)
+
 
 NOT_PRINTED = "error: what is printed cannot be written ({}); all files that come before it are there"
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad allocation", "std::bad_alloc")

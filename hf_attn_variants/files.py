@@ -1,19 +1,21 @@
-"""The files of a model's folder: what they are called, and writing that leaves nothing half done."""
+"""The files of a model's folder, written under a temporary name and moved into place."""
 
+import io
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .open_files import read_file
+from .input_files import read_file
 
 __all__ = [
     "BEST_MODEL_FILE",
@@ -49,8 +51,11 @@ __all__ = [
     "parse_json",
     "remove_empty_folders",
     "staged_folder",
+    "write_picture",
     "write_problem",
 ]
+
+logger = logging.getLogger(__name__)
 
 # A checkpoint, as transformers and sentence-transformers name its files.
 CONFIG_NAME = "config.json"
@@ -324,3 +329,24 @@ def _existing_ancestor(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def write_picture(path: Path, draw: Callable[[], Any], **options: Any) -> None:
+    """Write a picture, or warn that it could not be drawn.
+
+    Args:
+        path: the file.
+        draw: returns a figure of matplotlib.
+        options: of its `savefig`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    image = io.BytesIO()
+    try:
+        draw().savefig(image, format="png", **options)
+    except Exception as error:  # matplotlib's own parsers, fonts and memory
+        reason = " ".join(str(error).split())[:200]
+        logger.warning("%s could not be drawn (%s: %s); all else is there", path, type(error).__name__, reason)
+        return
+    atomic_write(path, image.getvalue())

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from benchmarks.machine import machine
-from hf_attn_variants.conversion.quality import edit_distance
+from hf_attn_variants.conversion.report import edit_distance
 from hf_attn_variants.files import REPORT_NAME, atomic_write
 from hf_attn_variants.registration import register
 

@@ -36,7 +36,7 @@ from benchmarks.convert.conversion_subjects import SentenceEncoder, read_lines
 from benchmarks.convert.word_errors import error_rate
 from benchmarks.machine import machine
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import similarity_spearman
 from hf_attn_variants.registration import variant_model_class

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 
 from benchmarks.machine import machine
-from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
-from hf_attn_variants.conversion.quality import edit_distance
+from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
+from hf_attn_variants.conversion.report import edit_distance
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.registration import register
 

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import hf_attn_variants
-from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.files import atomic_write
 

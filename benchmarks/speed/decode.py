@@ -32,7 +32,7 @@ from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
 from benchmarks.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.timing import FirstToken
+from hf_attn_variants.inspection.speed import FirstToken
 from hf_attn_variants.modeling.attention.latent_attention import EXPANDED, attend_to_latent
 from hf_attn_variants.modeling.upstream import cache_of
 

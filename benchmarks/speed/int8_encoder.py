@@ -32,8 +32,7 @@ from benchmarks.kept_memory import NOT_RECORDED
 from benchmarks.machine import machine
 from hf_attn_variants import quantize
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan
-from hf_attn_variants.quantization.timing import least_seconds
+from hf_attn_variants.quantization.int8_weight import current_plan, least_seconds
 
 SIZES = [(1, 32), (8, 128), (32, 128), (8, 512)]
 CALIBRATION_SENTENCES = 300

@@ -24,9 +24,17 @@ from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import variant_config, variant_name
-from hf_attn_variants.serving.ctranslate2_engine import Exported, why_not, write_folder
-from hf_attn_variants.serving.engines import CTRANSLATE2, Engine, Load, build_model, random_inputs
-from hf_attn_variants.serving.peak_memory import peak_bytes
+from hf_attn_variants.serving.engines import (
+    CTRANSLATE2,
+    Engine,
+    Exported,
+    Load,
+    build_model,
+    random_inputs,
+    why_not,
+    write_folder,
+)
+from hf_attn_variants.serving.measure import peak_bytes
 
 # A batch is known to one part in this.
 CLOSE = 30

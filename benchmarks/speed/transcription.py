@@ -25,7 +25,7 @@ from benchmarks.kept_memory import run
 from benchmarks.page_faults import Watch, summary
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.inspection.speed import order_of_round
 

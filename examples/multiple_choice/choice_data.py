@@ -9,9 +9,8 @@ from typing import Any
 
 from choice_settings import ANSWER_FORMATS
 
-from hf_attn_variants.table_files import parse_rows
-from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
-from hf_attn_variants.text_lines import is_blank
+from hf_attn_variants.input_files import is_blank
+from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column, parse_rows
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
 from hf_attn_variants.training.classification.labels import read_cell
 from hf_attn_variants.training.engine import tables

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import load_dataset
 from superglue_tasks import DATASET, SuperGlueTask
 
-from hf_attn_variants.table_files import read_records
+from hf_attn_variants.text_files import read_records
 
 FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
 # The diagnostic sets, which a model of RTE predicts.

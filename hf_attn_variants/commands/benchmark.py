@@ -154,7 +154,7 @@ def main(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    from ..inspection.checkpoint_config import read_checkpoint_config
+    from ..inspection.costs import read_checkpoint_config
     from ..inspection.tables import print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
@@ -207,8 +207,8 @@ def _serving(args: argparse.Namespace, config: Any) -> Any:
             engines=args.engines,
         )
     if args.plot is not None:
-        from ..pictures import write_picture
-        from ..serving.drawing import draw_serving
+        from ..files import write_picture
+        from ..serving.measure import draw_serving
 
         write_picture(Path(args.plot), lambda: draw_serving(table), dpi=150)
     if args.json:

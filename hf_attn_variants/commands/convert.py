@@ -321,8 +321,7 @@ def _be_quick(args: argparse.Namespace) -> None:
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text, or find its audio, and draw the examples."""
-    from ..conversion.calibration.audio import read_audio_calibration
-    from ..conversion.calibration.texts import read_calibration
+    from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..conversion.methods import CalibratedMethod
     from ..conversion.request import METHODS
 

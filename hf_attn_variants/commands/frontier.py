@@ -149,10 +149,8 @@ def main(args: argparse.Namespace) -> Any:
     """
     from dataclasses import replace
 
-    from ..inspection.frontier.inputs import load_source, variants_to_try
-    from ..inspection.frontier.measure import measure_frontier
-    from ..inspection.frontier.saved import SavedFrontier
-    from ..interrupts import INTERRUPTED
+    from ..errors import INTERRUPTED
+    from ..inspection.frontier.measure import SavedFrontier, load_source, measure_frontier, variants_to_try
     from ..languages import set_languages
     from ..progress import no_progress_bars
 
@@ -200,8 +198,8 @@ def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("no %s is drawn, for matplotlib is not there: `pip install matplotlib` before", path.name)
         return False
+    from ..files import write_picture
     from ..inspection.frontier.drawing import draw_frontier
-    from ..pictures import write_picture
 
     write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
     return True
@@ -211,9 +209,8 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the text to fit to and the text to measure on; or the recordings."""
     import sys
 
-    from ..conversion.calibration.audio import read_audio_calibration
-    from ..conversion.calibration.texts import read_calibration
-    from ..inspection.frontier.inputs import split_text
+    from ..conversion.calibration.examples import read_audio_calibration, read_calibration
+    from ..inspection.frontier.measure import split_text
 
     calibration: Any = read_calibration_arguments(args)  # there is one: it is a flag that must be given
     if calibration.audio is not None:
@@ -231,7 +228,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
     """Return all that a row depends on, by which a second call knows the rows of the first."""
-    from ..inspection.frontier.saved import hash_examples
+    from ..inspection.frontier.measure import hash_examples
 
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
     names += [name for name in CALIBRATION_OPTIONS if not name.endswith(("_file", "_dir"))]

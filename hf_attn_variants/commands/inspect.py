@@ -77,8 +77,7 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
     """
-    from ..inspection.checkpoint_config import read_checkpoint_config
-    from ..inspection.costs import cost_table
+    from ..inspection.costs import cost_table, read_checkpoint_config
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)

@@ -37,5 +37,5 @@ minutes on one CPU core: benchmarks/train/albert_mlm.py. These commands are for 
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 make_parser, parse_args, main = training_command(
-    MaskedLMSettings, "pretraining.run_mlm:pretrain_masked_lm", "pretrain_mlm.py", DESCRIPTION, EPILOG
+    MaskedLMSettings, "pretraining.masked_lm:pretrain_masked_lm", "pretrain_mlm.py", DESCRIPTION, EPILOG
 )

@@ -29,7 +29,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 
 make_parser, parse_args, main = training_command(
     SpanCorruptionSettings,
-    "pretraining.run_span_corruption:pretrain_span_corruption",
+    "pretraining.span_corruption:pretrain_span_corruption",
     "pretrain_span_corruption.py",
     DESCRIPTION,
     EPILOG,

@@ -54,10 +54,8 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     """
     from ..files import check_output_dir, make_folders
     from ..progress import no_progress_bars, progress_bar
-    from ..sweep.plan import plan_runs
-    from ..sweep.results import DEFAULT_METRICS, markdown
-    from ..sweep.runner import LOG_NAME, RunFolder
-    from ..sweep.sweep_file import read_sweep
+    from ..sweep.plan import plan_runs, read_sweep
+    from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, markdown
 
     file, output_dir = Path(args.file).expanduser(), Path(args.output_dir or "OUTPUT_DIR").expanduser()
     sweep = read_sweep(file, args.set, DEFAULT_METRICS)
@@ -125,9 +123,8 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
 
 def _write(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, Any]:
     """Write and return the results of all finished runs, with those of other calls of the sweep."""
-    from ..files import atomic_write
-    from ..pictures import write_picture
-    from ..sweep.results import collect, draw_sweep, markdown
+    from ..files import atomic_write, write_picture
+    from ..sweep.runner import collect, draw_sweep, markdown
     from ..training.engine.checkpoints import held_folder
 
     with held_folder(str(output_dir)):  # another call would write older results over these

@@ -94,13 +94,13 @@ def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any
     """
     if not settings.push_to_hub:
         return train()
-    from ..hub import trained
+    from ..hub import push
 
     place = settings.output_dir, settings.hub_model_id, settings.hub_private_repo, settings.hub_token
-    trained.check_hub_access(*place)
+    push.check_hub_access(*place)
     results = train()
     if os.environ.get("RANK", "0") == "0":
-        print(f"pushed to {trained.push_trained(*place)}")
+        print(f"pushed to {push.push_trained(*place)}")
     return results
 
 

@@ -59,8 +59,7 @@ def main(args: argparse.Namespace) -> Path:
         ValueError, OSError: if a file cannot be read or written, or the model cannot be shown.
     """
     from ..files import staged_folder
-    from ..inspection.attention_maps.maps import attention_maps
-    from ..inspection.attention_maps.page import attention_page
+    from ..inspection.attention_maps import attention_maps, attention_page
 
     output_dir = check_output_dir(args.output_dir)
     maps = attention_maps(*_load(args), args.text, args.target_text, args.max_length)

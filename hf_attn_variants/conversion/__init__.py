@@ -27,8 +27,8 @@ _PLACES = {
     "convert_checkpoint": "conversions",
     "convert_model": "conversions",
     "load_converted": "conversions",
-    "read_audio_calibration": "calibration.audio",
-    "read_calibration": "calibration.texts",
+    "read_audio_calibration": "calibration.examples",
+    "read_calibration": "calibration.examples",
 }
 __all__ = [
     "METHODS",
@@ -56,8 +56,7 @@ def _found(name: str) -> Any:
 # A type checker that saw it would take any name for one that is here.
 if TYPE_CHECKING:
     from .attention_tensors import AttentionTensors
-    from .calibration.audio import read_audio_calibration
-    from .calibration.texts import read_calibration
+    from .calibration.examples import read_audio_calibration, read_calibration
     from .calibration_settings import Calibration
     from .conversions import convert, convert_checkpoint, convert_model, load_converted
     from .methods import ConversionMethod, LayerContext

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..text_lines import is_blank, is_unicode
+from ..input_files import is_blank, is_unicode
 
 if TYPE_CHECKING:
     import torch

@@ -23,21 +23,20 @@ from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_history import ModelHistory, read_history, write_history
+from .attention_tensors import FIELDS, lengthen_tokenizer, with_positions
 from .calibration_settings import CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
 from .checkpoint.source import read_config, resolve_source
 from .checkpoint.tensor_files import CheckpointReader, open_checkpoint
 from .methods import ConversionMethod
 from .plan import ConversionPlan
-from .positions import FIELDS, lengthen_tokenizer, with_positions
-from .quality import Quality, check_kept
-from .report import ConversionReport, conversion_report
+from .report import ConversionReport, Quality, check_kept, conversion_report
 from .request import ConversionRequest
 from .writing import converted_tensors, generation_config, plan_folder
 
 if TYPE_CHECKING:
     from .calibration.calibrate import CalibrationResult
-    from .calibration.source_models import SourceModel
+    from .calibration.source_outputs import SourceModel
     from .calibration_settings import Calibration
 
 __all__ = ["check_conversion", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -151,7 +150,7 @@ def convert_model(
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
-        from .calibration.source_models import check_has_processor, source_in_memory
+        from .calibration.source_outputs import check_has_processor, source_in_memory
 
         check_has_processor(request.calibration)
         source = source_in_memory(reader, model)
@@ -286,7 +285,7 @@ def check_conversion(
         config, reader = with_positions(read_config(folder), stored, fields)
         plan = request.check(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced and request.calibration is not None and request.calibration.processor is None:
-        from .calibration.source_models import load_processor
+        from .calibration.source_outputs import load_processor
 
         load_processor(folder, request.calibration)
 
@@ -302,7 +301,7 @@ def _source_of_folder(
     """Return the function that loads the original model for a calibration; None without one."""
     if calibration is None:
         return None
-    from .calibration.source_models import source_of_folder
+    from .calibration.source_outputs import source_of_folder
 
     return source_of_folder(reader, folder, calibration)
 

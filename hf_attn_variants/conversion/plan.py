@@ -30,10 +30,10 @@ from ..modeling.mechanisms.talking_heads import (
 )
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
+from .attention_tensors import FIELDS as POSITION_FIELDS
 from .attention_tensors import AttentionTensors, best_latent, on_latent, pool_key_value, repeat_heads, weight_forms
 from .checkpoint.tensor_files import TensorEntry
 from .methods import ConversionMethod, LayerContext
-from .positions import FIELDS as POSITION_FIELDS
 
 __all__ = [
     "ConversionPlan",

@@ -19,7 +19,7 @@ from .methods import CalibratedMethod, ConversionMethod, FirstHead, MeanPooling,
 from .plan import ConversionPlan, make_plan, why_not_calibrated
 
 if TYPE_CHECKING:
-    from .calibration.source_models import SourceModel
+    from .calibration.source_outputs import SourceModel
     from .calibration_settings import Calibration
 
 __all__ = ["DTYPES", "METHODS", "ConversionRequest", "checked_dtype", "resolve_method"]
@@ -235,7 +235,7 @@ class ConversionRequest:
 def _read_calibration(calibration: CalibrationLike | None, seed: int) -> "Calibration | None":
     if calibration is None:
         return None
-    from .calibration.texts import as_calibration
+    from .calibration.examples import as_calibration
 
     return as_calibration(calibration, seed)
 

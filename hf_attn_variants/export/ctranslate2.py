@@ -20,10 +20,8 @@ from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_fold
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
-from .ctranslate2_fields import check_has_form
-from .ctranslate2_tokens import Tokens, model_tokens
-from .ctranslate2_usage import hearing_lines, unsaid_settings, writing_lines
-from .upstream import source_model, travels_without_code, upstream_architecture
+from .ctranslate2_check import Tokens, check_has_form, hearing_lines, model_tokens, unsaid_settings, writing_lines
+from .plain import source_model, travels_without_code, upstream_architecture
 
 if TYPE_CHECKING:  # its import needs CTranslate2
     from .ctranslate2_check import Agreement

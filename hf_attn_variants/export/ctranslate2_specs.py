@@ -13,8 +13,7 @@ from ctranslate2.specs import Activation, TransformerDecoderSpec, TransformerEnc
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from .ctranslate2_fields import ACTIVATIONS
-from .ctranslate2_tokens import Tokens
+from .ctranslate2_check import ACTIVATIONS, Tokens
 
 __all__ = ["QUANTIZATIONS", "model_specification"]
 

@@ -2,6 +2,8 @@
 
 Grouped heads are repeated, and maps of a latent are multiplied into keys and values: what a conversion does on the way
 back. Talking heads have no form in upstream's classes.
+
+What upstream calls a checkpoint of this package: its class, and its configuration without a variant.
 """
 
 import logging
@@ -10,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
@@ -20,16 +23,69 @@ from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.request import checked_dtype
 from ..conversion.writing import plan_folder
-from ..files import CONFIG_NAME, check_output_dir
-from ..inspection.costs import used_fields
+from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
+from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.mechanisms.mechanism import NONE
-from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
+from ..modeling.travel import travelling_names
+from ..registration import PREFIX, variant_model_class
 
-__all__ = ["PlainExport", "export_transformers"]
+if TYPE_CHECKING:
+    from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+
+__all__ = [
+    "OWN_CODE",
+    "PlainExport",
+    "export_transformers",
+    "source_model",
+    "travels_without_code",
+    "upstream_architecture",
+    "upstream_config",
+]
 
 logger = logging.getLogger(__name__)
+
+OWN_CODE = travelling_names()
+# Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
+NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
+
+
+def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
+    """Return the model class that a config.json describes, and its configuration, both of this package.
+
+    Raises:
+        ValueError: if it describes no model of an architecture here.
+    """
+    described = variant_config(config)
+    architecture = next(iter(config.get("architectures") or ()), None)
+    return variant_model_class(architecture or described.auto_classes["AutoModel"]), described
+
+
+def upstream_architecture(model_class: type) -> str:
+    """Return upstream's name of one of this package's model classes."""
+    return model_class.__name__.removeprefix(PREFIX)
+
+
+def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
+    """Return upstream's configuration of a model: that of ours, without the variant's fields.
+
+    mT5, XLM-RoBERTa and CamemBERT, which are T5 and RoBERTa under another name, get those names.
+    """
+    left = {*config.variant_fields(), *NOT_UPSTREAMS}
+    values = {name: value for name, value in config.to_dict().items() if name not in left}
+    found = CONFIG_MAPPING[config.upstream_model_types[0]](**values)
+    found.architectures = [upstream_architecture(model_class)]
+    return found
+
+
+def travels_without_code(folder: Path, name: str) -> bool:
+    """Say whether a file beside the weights is true of a model that needs no code: not the code, nor a card of it."""
+    if name == CARD_NAME:
+        return not is_generated_card(folder / name)
+    return name not in OWN_CODE
+
+
 HALF = (torch.float16, torch.bfloat16)
 # Fields whose values upstream's classes do not know.
 NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}

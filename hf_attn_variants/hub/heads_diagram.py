@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..inspection.costs import values_by_layer
-from ..inspection.talking_places import talking_by_place
+from ..inspection.tables import talking_by_place
 from ..modeling.fields.field_table import PLACES, row_of
 from ..modeling.mechanisms.head_sharing import consecutive_groups
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there

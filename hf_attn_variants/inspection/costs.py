@@ -1,16 +1,22 @@
 """What a checkpoint costs as each variant that it could be, from its config alone.
 
 The variants: each possible number of key/value heads, latents of some ranks, talking heads.
+
+The configuration of a checkpoint that is looked at: its config.json alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import cached_file
 
 from ..conversion.attention_tensors import rank_relation, relation
+from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
 from ..errors import as_value_error
+from ..files import CONFIG_NAME
 from ..modeling.fields.field_table import PLACES, row_of
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
@@ -33,7 +39,7 @@ from .counting import (
     largest_batch,
     untie_head,
 )
-from .talking_places import places_of_stacks, talking_parts
+from .tables import places_of_stacks, talking_parts
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -43,6 +49,7 @@ __all__ = [
     "VariantCost",
     "cost_table",
     "has_latents",
+    "read_checkpoint_config",
     "score_parts",
     "source_window",
     "used_fields",
@@ -50,6 +57,27 @@ __all__ = [
     "variant_config",
     "variant_name",
 ]
+
+
+def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
+    """Return the config.json of a folder, or of a Hub repository, of which nothing else is downloaded.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is no configuration of transformers.
+    """
+    folder = local_folder(checkpoint)
+    if folder is None:
+        try:
+            found: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
+            folder = Path(found).parent
+        except OSError as error:
+            raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
+    elif revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
+    check_whole_model(folder, allow_pickle=True)
+    return read_config(folder)
+
 
 WRONG_CONFIGURATION = "the configuration is wrong"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..kv_cache import cache_bytes_per_token, cached_numbers
+from ..conversion.cache_budget import cache_bytes_per_token, cached_numbers
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.latent_attention import latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin

@@ -1,10 +1,11 @@
-"""How fast an encoder-decoder would generate on this machine as each variant that it could be: measured."""
+"""Decoding speed of an encoder-decoder with each variant, measured on this machine after a check of the outputs."""
 
 import copy
 import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,15 +13,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, StoppingCriteria
+from transformers.modeling_outputs import BaseModelOutput
 
+from ..model_properties import limits_of_the_call
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
-from .agreement import check_cache, check_upstream
 from .costs import (
     has_latents,
     kv_head_counts,
@@ -31,9 +33,190 @@ from .costs import (
     variant_rows,
 )
 from .counting import check_sizes
-from .timing import Times, decoding_or_pass, run_times
 
-__all__ = ["HEARING", "BreakEven", "SpeedTable", "VariantSpeed", "checked_models", "machine_now", "measure_speed"]
+__all__ = [
+    "HEARING",
+    "BreakEven",
+    "FirstToken",
+    "SpeedTable",
+    "Times",
+    "VariantSpeed",
+    "check_cache",
+    "check_upstream",
+    "checked_models",
+    "decoding_or_pass",
+    "machine_now",
+    "measure_speed",
+    "run_times",
+]
+
+# Seconds until the first token was there, where there is one, and until the end.
+Times = tuple[float | None, float]
+
+
+class FirstToken(StoppingCriteria):
+    """Stops nothing; notes when the first token was there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.time: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.time is None:
+            _wait(self.device)
+            self.time = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def decoding_or_pass(
+    model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
+) -> Callable[[], StoppingCriteria | None]:
+    """Return what is timed, for `run_times`.
+
+    Args:
+        model: it must end no text by itself before its time (`eos_token_id`).
+        batch_size, length: of the text or audio or, for an encoder-decoder, of the encoder's outputs; all random.
+        decoding: the tokens to generate and the beams; None = a pass over the text.
+    """
+    if decoding is None and model.main_input_name == "input_features":
+        shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves its frames
+        features = torch.randn(shape, device=model.device, dtype=model.dtype)
+        return lambda: (model(input_features=features), None)[1]
+    if decoding is None:
+        ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
+        return lambda: (model(input_ids=ids), None)[1]
+    states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
+    mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
+    options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
+    if model.main_input_name == "input_features":  # Whisper's own code would look for further segments of the audio
+        options |= {"force_unique_generate_call": True, "return_timestamps": False}
+
+    def run() -> StoppingCriteria:
+        # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
+        given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
+        first = FirstToken(str(model.device))
+        with limits_of_the_call(model):
+            model.generate(**given, **options, stopping_criteria=[first])
+        return first
+
+    return run
+
+
+@torch.no_grad()
+def run_times(run: Callable[[], Any], device: str) -> Times:
+    """Return the seconds until the first token was there (None for a pass) and until the end."""
+    _wait(device)
+    start = time.perf_counter()
+    first = run()
+    _wait(device)
+    end = time.perf_counter()
+    return None if first is None else first.time - start, end - start
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+TOKENS, PROMPT, SOURCE, ROWS = 8, 4, 16, 2
+# Of the largest output: float32 in another order of summation.
+TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
+    """Give our multi-head model the weights of upstream's, and compare what they decode or put out.
+
+    Args:
+        ours, upstream: float32 models of one shape on one device.
+        decodes: compare eight tokens, decoded greedily; else outputs of two texts, one of them padded (or of audio).
+
+    Raises:
+        ValueError: if they differ.
+    """
+    ours.load_state_dict(upstream.state_dict())
+    names = f"{type(ours).__name__} and {type(upstream).__name__} of the same weights"
+    if decodes:
+        _compare_decoded(f"{names} decode differently", _decoded(ours), _decoded(upstream))
+        return
+    inputs = _inputs(ours)
+    _compare(f"{names} put out different numbers", _output(ours, inputs), _output(upstream, inputs))
+
+
+@torch.no_grad()
+def check_cache(models: Mapping[str, Any]) -> None:
+    """Compare the eight tokens that each model decodes through its cache with those that it decodes without one.
+
+    Args:
+        models: encoder-decoders by what they are called, in float32.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    for name, model in models.items():
+        if can_cache(model.config):
+            what = f"{name} decodes differently through its cache and without one"
+            _compare_decoded(what, _decoded(model), _decoded(model, use_cache=False))
+
+
+def _compare_decoded(what: str, *pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Compare tokens [rows, 8] and what they were chosen by, logits [rows, 8, vocabulary].
+
+    The tokens alone say little: models of random weights may write one token over and over, whatever they read.
+    """
+    (found, logits), (expected, others) = pair
+    # A text is compared up to its first tie, broken by the order of summation.
+    alike = (found == expected).long().cumprod(1).roll(1, 1).index_fill(1, found.new_tensor(0), 1).bool()
+    _compare(what, logits[alike], others[alike])
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE:
+        raise ValueError(f"{what}, {difference:.1e} of the largest number apart: nothing is timed.")
+
+
+def _generator(model: Any) -> torch.Generator:
+    return torch.Generator(device=model.device).manual_seed(0)
+
+
+def _decoded(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens decoded from outputs of an encoder, half of the second text padding, and their logits."""
+    shape = (ROWS, SOURCE, model.config.d_model)
+    states: Any = torch.randn(shape, generator=_generator(model), device=model.device)
+    given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": _mask(model, SOURCE)}
+    # A text of one token over and over, as random weights write it, gives the same whether it is remembered or not.
+    given["decoder_input_ids"] = _words(model, PROMPT)
+    options |= {"max_new_tokens": TOKENS, "num_beams": 1, "do_sample": False}
+    found = model.generate(**given, **options, output_logits=True, return_dict_in_generate=True)
+    return found.sequences[:, -TOKENS:], torch.stack(found.logits, 1)
+
+
+def _inputs(model: Any) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "input_features":
+        shape = (ROWS, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=_generator(model), device=model.device)}
+    length = min(SOURCE, getattr(model.config, "max_position_embeddings", None) or SOURCE)
+    return {"input_ids": _words(model, length), "attention_mask": _mask(model, length)}
+
+
+def _words(model: Any, length: int) -> torch.Tensor:
+    shape, generator = (ROWS, length), _generator(model)
+    return torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
+
+
+def _mask(model: Any, length: int) -> torch.Tensor:
+    mask = torch.ones(ROWS, length, dtype=torch.long, device=model.device)
+    mask[1, length // 2 :] = 0
+    return mask
+
+
+def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the first tensor that a model puts out, of tokens that are no padding."""
+    output = model(**inputs)[0].float()
+    return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
+
+
 __all__ += ["order_of_round", "ready_to_time", "timed_auto_class", "timed_length", "upstream_model"]
 
 # Tokens of a text where none are given; what reads audio reads a whole window.

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .kept_maps import is_named
-from .timing import least_seconds
+from .int8_weight import least_seconds
+from .packed_linear import is_named
 
 __all__ = ["make_bfloat16", "times_as_long"]
 
 logger = logging.getLogger(f"transformers.{__name__}")
 
 # What is timed: a product of a step's few rows, and one of a text's, with a feed-forward layer as of T5-small.
-ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
+TIMED_ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
 # Less than this is the clock's.
 SLOWER = 1.1
 
@@ -73,7 +73,7 @@ def times_as_long(threads: int) -> dict[str, float]:
         threads: which torch has now.
     """
     ratios = {}
-    for what, rows in ROWS.items():
+    for what, rows in TIMED_ROWS.items():
         pairs = [
             (torch.full((rows, WIDTH), 0.01, dtype=dtype), torch.full((INNER, WIDTH), 0.01, dtype=dtype))
             for dtype in (torch.float32, torch.bfloat16)

@@ -10,10 +10,16 @@ for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several oper
 all paths below return the same bits. Which of them is fast depends on the processor and on the number of tokens, and
 the slow ones can be hundreds of times slower than float32. Therefore the paths are checked and timed once per process,
 and `path_for` returns the fastest correct one.
+
+What this machine's processor multiplies.
+
+Least times of short calls, measured in turn.
 """
 
 import bisect
 import functools
+import math
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,9 +28,45 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .timing import least_seconds
+__all__ = [
+    "LARGEST",
+    "Int8Weight",
+    "Plan",
+    "check_engine",
+    "current_plan",
+    "least_seconds",
+    "processor_has",
+    "round_inputs",
+]
 
-__all__ = ["LARGEST", "Int8Weight", "Plan", "check_engine", "current_plan", "round_inputs"]
+
+def processor_has(*names: str) -> bool:
+    """Say whether this processor has one of some instructions.
+
+    Args:
+        names: as torch calls them ("avx512_vnni"). A torch that tells of none has none.
+    """
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in names)
+
+
+def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
+    """Return the least time of each call in seconds.
+
+    The calls take turns, so that a busy machine slows all of them. The first turn warms up and is not counted.
+
+    Example:
+        >>> float32, int8 = least_seconds(lambda: linear(states), lambda: int8_linear(states))
+    """
+    least = [math.inf] * len(calls)
+    for turn in range(times + 1):
+        for number, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if turn:
+                least[number] = min(least[number], time.perf_counter() - start)
+    return least
+
 
 # Weights are symmetric about zero; -128 has no counterpart.
 LARGEST = 127

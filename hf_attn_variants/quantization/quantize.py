@@ -14,12 +14,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..instance_attributes import InstanceMethod
-from .bfloat16 import ROWS, make_bfloat16
-from .bfloat16_weight import has_fast_bfloat16
-from .int8_weight import check_engine, current_plan
-from .kept_maps import LEAST_WEIGHTS, MOST_ERROR, is_named, large_linears, make_example_inputs, rounding_errors
-from .packed_linear import Bfloat16Linear, Int8Linear, PackedLinear, recorded_reads
-from .timing import least_seconds
+from .bfloat16 import TIMED_ROWS, make_bfloat16
+from .int8_weight import check_engine, current_plan, least_seconds
+from .packed_linear import (
+    LEAST_WEIGHTS,
+    MOST_ERROR,
+    Bfloat16Linear,
+    Int8Linear,
+    PackedLinear,
+    has_fast_bfloat16,
+    is_named,
+    large_linears,
+    make_example_inputs,
+    recorded_reads,
+    rounding_errors,
+)
 
 __all__ = ["quantize"]
 
@@ -185,7 +194,7 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[in
     common = Counter(linear.weight.shape for linear, _ in pairs).most_common(1)[0][0]
     linear, packed = next(pair for pair in pairs if pair[0].weight.shape == common)
     ratios = {}
-    for what, rows in ROWS.items():
+    for what, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             float32, int8 = least_seconds(functools.partial(linear, states), functools.partial(packed, states))

@@ -1,36 +1,48 @@
-"""The engines that could serve a model, timed in turn on this machine, and the one to take."""
+"""Timing of the engines that can serve a model on this machine, with the peak memory of each and a plot."""
 
 import gc
+import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
 from ..inspection.counting import check_sizes
 from ..inspection.speed import machine_now, order_of_round, timed_length
 from ..progress import progress_bar
-from .ctranslate2_engine import Exported, ctranslate2_run, why_not, write_folder
 from .engines import (
     CTRANSLATE2,
     Engine,
+    Exported,
     Load,
     auto_class,
     build_model,
+    ctranslate2_run,
     engines_of,
     generates,
     model_class_of,
     random_inputs,
     torch_run,
+    why_not,
+    write_folder,
 )
-from .peak_memory import peak_bytes
 
-__all__ = ["ServingRow", "ServingTable", "advice", "measure_serving"]
+if TYPE_CHECKING:
+    from .engines import Engine, Load
+
+__all__ = ["ServingRow", "ServingTable", "advice", "draw_serving", "measure_serving", "peak_bytes"]
 
 # Engines whose times, or whose peaks of memory, differ by less are alike.
 ALIKE = 1.05
@@ -307,3 +319,127 @@ def _middle_half(row: ServingRow) -> tuple[float, float]:
 
 def _memory(row: ServingRow) -> str:
     return "" if row.peak_bytes is None else f", {row.peak_bytes / 2**20:,.0f} MiB"
+
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# What makes the kernel begin a process's peak anew (proc(5)).
+RESET_PEAK = "5"
+# The process is one of this package's commands: it imports what it uses.
+PROGRAM = (
+    "import attn_variants; attn_variants.is_command = True; from hf_attn_variants.serving import peak_memory; "
+    "peak_memory.main()"
+)
+FEATURES = "features.npy"
+
+
+def peak_bytes(
+    config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: Exported | None
+) -> int | None:
+    """Return the most memory that a process has which serves one batch by an engine, its libraries included.
+
+    The peak counts from when the model is loaded: making random weights is no part of serving. The process holds
+    memory as this one does: it gives large blocks back, or keeps them.
+
+    Args:
+        config: the checkpoint's config.json.
+        engine, load: what serves, and what.
+        threads: of the process.
+        exported: what CTranslate2 runs; None: torch runs the engine.
+
+    Returns:
+        Bytes; None where the system does not say it.
+
+    Raises:
+        ValueError: if the process failed, with the end of what it said.
+    """
+    if not CLEAR.exists():
+        return None
+    told: dict[str, Any] = {"config": dict(config), "engine": asdict(engine), "load": asdict(load), "threads": threads}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with tempfile.TemporaryDirectory() as stage:
+        if exported is not None:
+            told["exported"] = _stored(exported, Path(stage))
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(
+            command, input=json.dumps(told), env=environment, capture_output=True, text=True, check=False
+        )
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())[-300:]
+        if done.returncode == -signal.SIGKILL:
+            said = "it was killed, most likely for want of memory"
+        raise ValueError(f"{engine.name} failed in a process of its own (status {done.returncode}): {said}")
+    return int(done.stdout.splitlines()[-1])
+
+
+def _stored(exported: Exported, folder: Path) -> dict[str, Any]:
+    """Return the JSON values of what CTranslate2 runs; features of audio go into a file, named in their place."""
+    values = dict(vars(exported))
+    if exported.prompt:
+        import numpy as np
+
+        values["inputs"] = os.fspath(folder / FEATURES)
+        np.save(values["inputs"], exported.inputs)
+    return values
+
+
+def main() -> None:
+    """Serve one batch of what stdin says, and print the peak in bytes."""
+    told = json.load(sys.stdin)
+    load, threads, run = told["load"], told["threads"], None
+    if "exported" in told:
+        exported = Exported(**told["exported"])
+        if exported.prompt:
+            import numpy as np
+
+            exported = Exported(exported.folder, exported.int8, np.load(exported.inputs), exported.prompt)
+        run = ctranslate2_run(exported, load["num_beams"], threads)
+    else:
+        import torch
+
+        from .engines import Engine, Load, build_model, random_inputs, torch_run
+
+        torch.set_num_threads(threads)
+        config, given, engine = told["config"], Load(**load), Engine(**told["engine"])
+        run = torch_run(build_model(config, engine), random_inputs(config, given), given, engine.compiled)
+    CLEAR.write_text(RESET_PEAK)
+    run(load["max_new_tokens"])
+    [peak] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
+    print(1024 * int(peak.split()[1]))
+
+
+# Told apart by colour-blind readers as well: the checkpoint in torch, converted in torch, CTranslate2.
+COLOURS = {"transformers": "#0072B2", "a converted checkpoint": "#009E73", "CTranslate2": "#D55E00"}
+
+
+def draw_serving(table: ServingTable) -> Figure:
+    """Draw a table as bars, its first row on top; int8 is hatched."""
+    rows = table.rows
+    has_memory = all(row.peak_bytes is not None for row in rows)
+    figure = Figure(figsize=(10.0 if has_memory else 6.5, 1.6 + 0.32 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2 if has_memory else 1, sharey=True, squeeze=False)[0]
+    values = [[row.tokens_per_second for row in rows]]
+    if has_memory:
+        values.append([(row.peak_bytes or 0) / 2**20 for row in rows])
+    for axes, numbers, label in zip(
+        panels, values, ("tokens a second", "peak memory of its process, MiB"), strict=False
+    ):
+        colours = [COLOURS[_kind(row)] for row in rows]
+        hatches = ["//" if row.engine.int8 else "" for row in rows]
+        bars = axes.barh([row.engine.name for row in rows], numbers, color=colours, hatch=hatches, edgecolor="white")
+        axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
+        axes.set_xlabel(label)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    load = table.load
+    search = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens, beams {load.num_beams}"
+    title = f"{Path(table.checkpoint).name}: batch {load.batch_size}, length {load.length:,}{search}"
+    figure.suptitle(title, parse_math=False)  # a name with $ is no formula
+    return figure
+
+
+def _kind(row: ServingRow) -> str:
+    if row.engine.ctranslate2:
+        return "CTranslate2"
+    return "transformers" if row.engine.fields is None else "a converted checkpoint"

@@ -1,12 +1,15 @@
-"""Runs the commands of one run of a sweep, and continues where an earlier call ended."""
+"""The runs of a sweep, continued where an earlier call ended, and their results over seeds as JSON, table and plot."""
 
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,9 @@ from typing import Any
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
 from ..training.engine.checkpoints import FolderInUseError, held_folder, list_checkpoints
-from .plan import CONVERTED, TRAINED, Run
+from .plan import CONVERTED, TRAINED, Run, Sweep, axis_name
 
-__all__ = ["LOG_NAME", "RunFolder"]
+__all__ = ["DEFAULT_METRICS", "LOG_NAME", "RunFolder", "collect", "draw_sweep", "markdown"]
 
 # In the folder of a run: its commands with, once it is finished, its results; and the output of its commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
@@ -119,3 +122,134 @@ def _last_line(log: Path) -> str:
     """Return the line of a log that tells why its last command failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2].split("\n")
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-2]).removeprefix("error: ")
+
+
+# For each training command the metrics that are shown, if its runs report them and the file names none.
+DEFAULT_METRICS = {
+    "classify": ["eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"],
+    "glue": ["eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"],
+    "ner": ["eval_f1"],
+    "pretrain": ["eval_loss"],
+    "pretrain-t5": ["eval_loss"],
+    "seq2seq": ["eval_loss", "eval_bleu"],
+    "squad": ["eval_f1", "eval_exact_match"],
+    "uptrain": ["eval_loss"],
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # those of Okabe and Ito
+
+
+def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the results of a sweep as JSON values, with the contestants in the order of the file."""
+    grouped: dict[str, list[RunFolder]] = {}
+    for folder in folders:
+        grouped.setdefault(folder.run.contestant, []).append(folder)
+    contestants = [
+        {
+            "name": name or sweep.command,
+            "variant": runs[0].run.variant,
+            "point": runs[0].run.point,
+            "seeds": [each.run.seed for each in runs],
+            "spread": _spreads([each.results for each in runs if each.results]),
+            "runs": {str(each.run.seed): each.results for each in runs if each.results},
+        }
+        for name, runs in grouped.items()
+    ]
+    defaults, reported = DEFAULT_METRICS[sweep.command], _reported(contestants)
+    # A curve is drawn along the first axis of the grid with several numbers.
+    numbers = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
+    return {
+        "title": sweep.title,
+        "command": sweep.command,
+        "metrics": sweep.metrics or [name for name in defaults if name in reported] or defaults[:1],
+        "curve": next(numbers, None),
+        "contestants": contestants,
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the table of means, with the range if there are several values, and warnings below it."""
+    metrics, contestants = found["metrics"], found["contestants"]
+    rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
+    rows.append(["---"] * len(rows[0]))
+    for each in contestants:
+        cells = [_cell(each["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")]
+        rows.append([each["name"], *cells, f"{len(each['runs'])} of {len(each['seeds'])}"])
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    note = f"`attn-variants {found['command']}`. Means over seeds, with the range if there are several."
+    return "\n\n".join([f"# {found['title']}", note, table, *_warnings(found)]) + "\n"
+
+
+def _warnings(found: dict[str, Any]) -> Iterator[str]:
+    """Yield warnings about missing metrics, and about models that need more training."""
+    contestants, reported = found["contestants"], _reported(found["contestants"])
+    if reported and (missing := [name for name in found["metrics"] if name not in reported]):
+        yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
+    gates = {each["name"]: [run.get("gate_passed") for run in each["runs"].values()] for each in contestants}
+    if young := [name for name, passed in gates.items() if False in passed]:
+        yield (
+            f"Not yet trained enough to compare attention: {', '.join(young)}. These models do not read their context "
+            "(`gate_passed` is false). Train them longer, or with a higher learning rate."
+        )
+
+
+def draw_sweep(found: dict[str, Any]) -> Any:
+    """Draw the finished runs of a sweep (see `results.collect`), with one panel per metric."""
+    from matplotlib.figure import Figure  # takes half a second
+
+    count, curve = len(found["metrics"]), found["curve"]
+    names = [each["name"].replace("$", r"\$") for each in found["contestants"]]  # it would begin a formula
+    figure = Figure(figsize=((5.2 if curve else max(4.0, 0.5 * len(names))) * count + 0.8, 4.4), layout="constrained")
+    figure.suptitle(found["title"].replace("$", r"\$"))
+    for axes, metric in zip(figure.subplots(1, count, squeeze=False)[0], found["metrics"], strict=True):
+        lines: dict[str, list[tuple[float, float, float, float]]] = {}
+        for row, each in enumerate(found["contestants"]):
+            spread, point = each["spread"].get(metric), each["point"]
+            if spread and curve and curve not in point:  # a reference: a line across, with its range
+                axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
+                axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
+            elif spread:
+                others = [f"{axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
+                name = (
+                    ", ".join([each["variant"]] * bool(each["variant"]) + others).replace("$", r"\$") if curve else ""
+                )
+                ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
+                lines.setdefault(name, []).append((point[curve] if curve else row, spread["mean"], *ends))
+        for i, (name, points) in enumerate(lines.items()):
+            x, mean, *both_ends = zip(*sorted(points), strict=True)
+            style: Any = {"fmt": "o-" if curve else "o", "color": COLOURS[i % len(COLOURS)], "capsize": 3}
+            axes.errorbar(x, mean, both_ends, label=name or None, **style)
+        if not curve:
+            axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
+        elif axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+        axes.set(xlabel=axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the mean, the range and, of several values, the sample deviation of each number."""
+    spreads = {}
+    for name in dict.fromkeys(name for results in runs for name in results):
+        values = [results[name] for results in runs if _is_number(results.get(name))]
+        if values:
+            spreads[name] = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
+        if len(values) > 1:
+            spreads[name]["deviation"] = statistics.stdev(values)
+    return spreads
+
+
+def _reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for each in contestants for name in each["spread"]))
+
+
+def _cell(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return ""
+    values = [spread[name] for name in ("mean", "min", "max")]
+    mean, least, most = (f"{value:,.{0 if value == int(value) else 4 if abs(value) < 10 else 1}f}" for value in values)
+    return mean if spread["min"] == spread["max"] else f"{mean} ({least} to {most})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -23,8 +23,8 @@ _HOMES = {
     "SquadSettings": "squad.settings",
     "Uptraining": "uptraining.task",
     "UptrainingSettings": "uptraining.settings",
-    "pretrain_masked_lm": "pretraining.run_mlm",
-    "pretrain_span_corruption": "pretraining.run_span_corruption",
+    "pretrain_masked_lm": "pretraining.masked_lm",
+    "pretrain_span_corruption": "pretraining.span_corruption",
 }
 __all__ = [
     "ClassificationFineTuning",

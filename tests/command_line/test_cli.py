@@ -75,7 +75,7 @@ def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch)
 def test_the_literals_of_convert_are_those_of_the_conversion():
     from hf_attn_variants.commands import convert
     from hf_attn_variants.conversion import METHODS
-    from hf_attn_variants.conversion.positions import EXTENSIONS
+    from hf_attn_variants.conversion.attention_tensors import EXTENSIONS
     from hf_attn_variants.conversion.request import DTYPES
 
     assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
@@ -192,7 +192,7 @@ def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
     """It prints two lines for every try and every file."""
     from huggingface_hub.utils import _http
 
-    from hf_attn_variants.inspection import checkpoint_config
+    from hf_attn_variants.inspection import costs
 
     def unreachable(*arguments):
         for number in (1, 2, 3):
@@ -205,7 +205,7 @@ def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
     handler = hub.handlers[0]
     monkeypatch.setattr(hub, "handlers", [handler])  # other tests add theirs
     monkeypatch.setattr(handler, "stream", sys.stderr)
-    monkeypatch.setattr(checkpoint_config, "read_checkpoint_config", unreachable)
+    monkeypatch.setattr(costs, "read_checkpoint_config", unreachable)
     for _ in range(2):  # each command anew
         assert cli.main(["inspect", "me/x"]) == 2
         assert capsys.readouterr().err.splitlines() == [

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_attn_variants import cli, interrupts
+from hf_attn_variants import cli, errors
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import StopSignals
@@ -107,13 +107,13 @@ def test_in_a_commands_work_it_is_one_line(capsys):
 
 
 def test_a_commands_work_can_be_unwound():
-    before, found = signal.signal(signal.SIGINT, interrupts._exit), []
+    before, found = signal.signal(signal.SIGINT, errors._exit), []
     try:
         note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731
         assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found == [interrupts._exit, signal.default_int_handler]
+    assert found == [errors._exit, signal.default_int_handler]
 
 
 def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):

@@ -14,7 +14,7 @@ from relatives import RELATIVES, WHISPER
 from torch._dynamo.utils import counters
 
 from hf_attn_variants import cli
-from hf_attn_variants.serving import engines, measure, peak_memory
+from hf_attn_variants.serving import engines, measure
 from hf_attn_variants.serving.engines import Engine, Load, build_model, engines_of, random_inputs, torch_run
 from hf_attn_variants.serving.measure import ServingRow, ServingTable, advice, measure_serving
 
@@ -30,9 +30,9 @@ SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False
 @pytest.fixture
 def small_maps(monkeypatch):
     """Let the maps of tiny models become int8, as those of real ones do."""
-    from hf_attn_variants.quantization import kept_maps, quantize
+    from hf_attn_variants.quantization import packed_linear, quantize
 
-    for module in (kept_maps, quantize):
+    for module in (packed_linear, quantize):
         monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
 
 
@@ -125,7 +125,7 @@ def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
     """Greedily; its own results are read, which timing throws away."""
     import ctranslate2
 
-    from hf_attn_variants.serving.ctranslate2_engine import write_folder
+    from hf_attn_variants.serving.engines import write_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
     [engine] = [each for each in engines_of(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
@@ -175,13 +175,13 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
 
 @pytest.mark.thorough
 def test_an_engine_that_fails_alone_is_an_error():
-    if not peak_memory.CLEAR.exists():
+    if not measure.CLEAR.exists():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
     with pytest.raises(
         ValueError, match=r"transformers failed in a process of its own \(status 1\).*attn_variant_bart"
     ):
-        peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+        measure.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
 def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypatch, capsys):
@@ -190,10 +190,10 @@ def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypat
     class Killed:
         returncode, stderr = -9, "cut off"
 
-    if not peak_memory.CLEAR.exists():
+    if not measure.CLEAR.exists():
         pytest.skip("this system says no peak")
     platform.processor()  # it starts a program once
-    monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
+    monkeypatch.setattr(measure.subprocess, "run", lambda *args, **kwargs: Killed())
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
@@ -401,7 +401,7 @@ def test_flags_of_the_other_question(flags, message, capsys):
 
 @needs_ctranslate2
 def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
-    from hf_attn_variants.serving.ctranslate2_engine import write_folder
+    from hf_attn_variants.serving.engines import write_folder
 
     config = config_of(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))

@@ -14,8 +14,8 @@ from transformers import AutoFeatureExtractor, AutoTokenizer
 from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
-from hf_attn_variants.conversion.calibration.audio import audio_batches, load_audio
 from hf_attn_variants.conversion.calibration.batches import read_by_decoder, read_by_encoder, written_tokens
+from hf_attn_variants.conversion.calibration.examples import audio_batches, load_audio
 
 SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
 

@@ -9,12 +9,7 @@ import torch
 from fixtures.speech import HEAD, feature_extractor, whisper_checkpoint
 
 from hf_attn_variants.conversion import convert
-from hf_attn_variants.conversion.calibration.calibration_checks import (
-    check_amount,
-    check_audio,
-    check_source_loss,
-    check_texts,
-)
+from hf_attn_variants.conversion.calibration.batches import check_amount, check_audio, check_source_loss, check_texts
 
 VOCABULARY = 5000
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "po", "re", "su", "ti"]

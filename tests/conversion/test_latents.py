@@ -22,7 +22,7 @@ from hf_attn_variants.conversion.attention_tensors import (
     rank_relation,
     weight_forms,
 )
-from hf_attn_variants.conversion.calibration.latent_forms import latent_forms
+from hf_attn_variants.conversion.calibration.methods import latent_forms
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
 
 pytestmark = pytest.mark.cross_product

@@ -18,7 +18,7 @@ from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import whole_batches, with_lengths
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _differences
 from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
-from hf_attn_variants.conversion.quality import (
+from hf_attn_variants.conversion.report import (
     BOUNDS,
     ModelNotKeptError,
     Quality,

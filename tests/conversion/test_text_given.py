@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from hf_attn_variants import convert, progress
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
-from hf_attn_variants.conversion.calibration import texts as files
+from hf_attn_variants.conversion.calibration import examples as files
 from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models

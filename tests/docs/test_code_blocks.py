@@ -33,7 +33,7 @@ from hub.local_hub import TOKEN, LocalHub
 from hf_attn_variants import cli
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.quantization import kept_maps
+from hf_attn_variants.quantization import packed_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
@@ -108,7 +108,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
-    monkeypatch.setattr(kept_maps, "LEAST_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
+    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

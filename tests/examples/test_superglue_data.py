@@ -11,7 +11,7 @@ from sklearn.metrics import f1_score
 from superglue_scores import chosen_candidates, compute_metrics, submission
 from superglue_tasks import TASKS, SuperGlueSettings, get_task
 
-from hf_attn_variants.table_files import read_records
+from hf_attn_variants.text_files import read_records
 
 
 def read(tmp_path, task, rows, has_labels=True):

@@ -26,9 +26,8 @@ import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.commands.export import QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
-from hf_attn_variants.export.ctranslate2_fields import check_has_form
-from hf_attn_variants.export.ctranslate2_tokens import model_tokens
-from hf_attn_variants.export.upstream import source_model
+from hf_attn_variants.export.ctranslate2_check import check_has_form, model_tokens
+from hf_attn_variants.export.plain import source_model
 from hf_attn_variants.languages import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
 

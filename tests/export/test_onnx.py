@@ -16,8 +16,7 @@ from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
-from hf_attn_variants.export.onnx import export_onnx
-from hf_attn_variants.export.onnx_graphs import Sizes, model_graphs
+from hf_attn_variants.export.onnx import Sizes, export_onnx, model_graphs
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared/data"
 ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants.commands import push as command
 from hf_attn_variants.hub import CardOptions, plan_push, push_checkpoint
-from hf_attn_variants.hub.local_paths import without_local_paths
+from hf_attn_variants.hub.card import without_local_paths
 
 REPO = "me/bert-gqa2"
 

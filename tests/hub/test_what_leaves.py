@@ -9,9 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.hub.card import model_card
-from hf_attn_variants.hub.card_facts import code, plain
-from hf_attn_variants.hub.local_paths import without_local_paths
+from hf_attn_variants.hub.card import code, model_card, plain, without_local_paths
 from hf_attn_variants.hub.push import _payload
 
 HOME = "/home/alice/secret-project"

@@ -14,9 +14,14 @@ from architectures import ARCHITECTURES, BERT, T5, VARIANTS
 from fixtures.uptraining import make_t5
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_attn_variants.inspection.attention_maps import maps as maps_module
-from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
-from hf_attn_variants.inspection.attention_maps.page import _stage, _with_changes, attention_page
+from hf_attn_variants.inspection import attention_maps as maps_module
+from hf_attn_variants.inspection.attention_maps import (
+    Projection,
+    _stage,
+    _with_changes,
+    attention_maps,
+    attention_page,
+)
 from hf_attn_variants.modeling.attention import attention_interface
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 

@@ -20,21 +20,24 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
-from hf_attn_variants.conversion.calibration.audio import load_audio, transcribed
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
+from hf_attn_variants.conversion.calibration.examples import load_audio, transcribed
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.inspection.frontier.held_out import held_out_text
-from hf_attn_variants.inspection.frontier.inputs import load_source, split_text, variants_to_try
 from hf_attn_variants.inspection.frontier.measure import (
+    ConvertedAttentions,
     Frontier,
     FrontierRow,
     _difference,
     _lengths,
     _marked,
+    default_options,
+    load_source,
     measure_frontier,
+    options_of,
+    split_text,
+    variants_to_try,
 )
-from hf_attn_variants.inspection.frontier.options import default_options, options_of
-from hf_attn_variants.inspection.frontier.pieces import ConvertedAttentions
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from relatives import RELATIVES
 from torch import nn
 
 from hf_attn_variants import convert
-from hf_attn_variants.export.ctranslate2_fields import check_has_form
+from hf_attn_variants.export.ctranslate2_check import check_has_form
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import cost_table

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def every_layer(monkeypatch):
-    from hf_attn_variants.quantization import kept_maps, quantize
+    from hf_attn_variants.quantization import packed_linear, quantize
 
-    monkeypatch.setattr(kept_maps, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(quantize, "MOST_ERROR", 1.0)

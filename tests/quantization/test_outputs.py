@@ -15,10 +15,8 @@ from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
-from hf_attn_variants.quantization.bfloat16_weight import has_bfloat16
-from hf_attn_variants.quantization.int8_weight import Int8Weight
-from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
-from hf_attn_variants.quantization.timing import least_seconds
+from hf_attn_variants.quantization.int8_weight import Int8Weight, least_seconds
+from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
 
 T5 = next(host for host in HOSTS if host.name == "t5")
 BERT = next(host for host in HOSTS if host.name == "bert")

@@ -18,10 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 import hf_attn_variants
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.quantization import bfloat16, int8_weight, kept_maps
-from hf_attn_variants.quantization.bfloat16_weight import has_fast_bfloat16
-from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear
-from hf_attn_variants.shared_memory.known_attentions import cross_attentions
+from hf_attn_variants.quantization import bfloat16, int8_weight, packed_linear
+from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_fast_bfloat16
+from hf_attn_variants.shared_memory.attention import cross_attentions
 
 T5 = next(row for row in ARCHITECTURES if row.name == "t5")
 GENERATES = "T5ForConditionalGeneration"
@@ -106,7 +105,7 @@ def test_maps_that_attention_reads_itself_stay():
 
 def test_small_maps_stay(monkeypatch):
     model = T5.model("T5ForSequenceClassification")
-    monkeypatch.setattr(kept_maps, "LEAST_WEIGHTS", 40 * 37)
+    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 40 * 37)
     quantize(model)
     assert type(model.classification_head.out_proj) is torch.nn.Linear
     assert isinstance(model.transformer.encoder.block[0].layer[1].DenseReluDense.wi, Int8Linear)
@@ -215,7 +214,7 @@ def test_it_is_not_trained():
 
 
 def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 1.0))
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
         expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
@@ -224,7 +223,7 @@ def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
 
 
 def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 1.0))
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     model = tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
@@ -368,10 +367,10 @@ def test_outliers_are_measured():
         def forward(self, states):
             return self.linear(states)
 
-    plain = kept_maps.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    plain = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
     states[:, 3] = 200.0
-    outlier = kept_maps.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
-    assert plain < kept_maps.MOST_ERROR < 0.1 < outlier
+    outlier = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    assert plain < packed_linear.MOST_ERROR < 0.1 < outlier
 
 
 def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
@@ -417,14 +416,14 @@ def test_what_it_counts_and_where_it_may_go():
 
 
 def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
-    ratios = dict(zip(bfloat16.ROWS, (0.9, 7.3), strict=True))
+    ratios = dict(zip(bfloat16.TIMED_ROWS, (0.9, 7.3), strict=True))
     monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: ratios)
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 0.5))
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 0.5))
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     transformers.logging.disable_propagation()
@@ -433,7 +432,7 @@ def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
 
 def test_what_is_measured_of_bfloat16():
     found = bfloat16.times_as_long.__wrapped__(1)
-    assert found.keys() == bfloat16.ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
+    assert found.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
 
 
 def compiled():
@@ -497,7 +496,7 @@ def test_errors_leave_the_model_unchanged(make, dtype, named):
 
 def test_a_model_of_small_layers_gains_nothing(monkeypatch):
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=str(kept_maps.LEAST_WEIGHTS)):
+    with pytest.raises(ValueError, match=str(packed_linear.LEAST_WEIGHTS)):
         quantize(tiny_model("t5"))
 
 

@@ -10,7 +10,7 @@ from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants import cli
 from hf_attn_variants.glue_tasks import TASKS
-from hf_attn_variants.open_files import GROWTH_BEGINS, open_file, read_file
+from hf_attn_variants.input_files import GROWTH_BEGINS, open_file, read_file
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll

@@ -18,12 +18,12 @@ from fixtures.speech import recordings, whisper_checkpoint
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants import cli, pictures
+from hf_attn_variants import cli, files
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
-from hf_attn_variants.inspection.frontier import saved
+from hf_attn_variants.input_files import is_unicode
+from hf_attn_variants.inspection.frontier import measure
 from hf_attn_variants.modeling.hosts.configuration_attn_variants import AttnVariantT5Config
-from hf_attn_variants.text_lines import is_unicode
 
 REPOSITORY = Path(__file__).parents[2]
 KEY = "encoder.layer.0.attention.self.key.weight"
@@ -212,7 +212,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, caplog):
     def draw():
         raise RuntimeError("no\nfont")
 
-    pictures.write_picture(tmp_path / "a.png", draw)
+    files.write_picture(tmp_path / "a.png", draw)
     assert "a.png could not be drawn (RuntimeError: no font); all else is there" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -224,19 +224,19 @@ def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monk
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
-    whole = saved.SavedFrontier.save
+    whole = measure.SavedFrontier.save
 
     def stopped(self, frontier, left):
         whole(self, frontier, left)
         if left == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(saved.SavedFrontier, "save", stopped)
+    monkeypatch.setattr(measure.SavedFrontier, "save", stopped)
     assert cli.main([str(each) for each in argv]) == 130
     assert "frontier.json has what was measured, and the same command goes on" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
-    monkeypatch.setattr(saved.SavedFrontier, "save", whole)
+    monkeypatch.setattr(measure.SavedFrontier, "save", whole)
     assert "the rows of another call, with another" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0

@@ -16,9 +16,8 @@ from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 import hf_attn_variants
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, rows_of_sentences
-from hf_attn_variants.shared_memory.attention import SharesMemory
-from hf_attn_variants.shared_memory.expansion import EXPANSION
-from hf_attn_variants.shared_memory.known_attentions import cross_attentions
+from hf_attn_variants.shared_memory.attention import SharesMemory, cross_attentions
+from hf_attn_variants.shared_memory.share import EXPANSION
 
 OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 VARIANTS = ({}, {"num_key_value_heads": 2}, {"cross_kv_lora_rank": 32}, {"cross_kv_lora_rank": 8})

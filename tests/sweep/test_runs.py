@@ -16,7 +16,7 @@ from fixtures.kills import draw_points
 
 from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
-from hf_attn_variants.sweep.results import draw_sweep, markdown
+from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import held_folder
 

@@ -8,7 +8,7 @@ from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from relatives import ENCODERS
 from torch.nn import functional
 
-from hf_attn_variants.answers import Answer, answer_of
+from hf_attn_variants.model_properties import Answer, answer_of
 from hf_attn_variants.training.engine.losses import token_cross_entropy
 from hf_attn_variants.training.engine.models import named_attentions, select_trainable
 from hf_attn_variants.training.uptraining import objective

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 
 from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.hub import trained
+from hf_attn_variants.hub import push
 from hf_attn_variants.training.squad.data import checked_stride, make_windows, read_squad, window_collator
 from hf_attn_variants.training.squad.metrics import compute_squad
 
@@ -142,8 +142,8 @@ def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
     def fail(*place):
         raise OSError("no network")
 
-    monkeypatch.setattr(trained, "check_hub_access", lambda *place: None)
-    monkeypatch.setattr(trained, "push_trained", fail)
+    monkeypatch.setattr(push, "check_hub_access", lambda *place: None)
+    monkeypatch.setattr(push, "push_trained", fail)
     file = write_questions(run.out.with_name("test.json"))
     with pytest.raises(OSError, match="no network"):
         run("--max_train_steps", 1, "--push_to_hub", "--test_file", file)

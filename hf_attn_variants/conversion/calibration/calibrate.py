@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import GenerationConfig
 
-from ...decoder_inputs import DecoderInput, decoder_input
 from ...languages import set_languages
+from ...model_properties import DecoderInput, decoder_input
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
@@ -20,14 +20,21 @@ from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
 from ..methods import CalibratedMethod, LatentInText, LayerContext, MeanPooling
 from ..plan import ConversionPlan, seeded_generator, why_not_calibrated
-from .audio import audio_batches
-from .batches import Batch, check_targets, make_batches, reads_passages, whole_batches, with_lengths
-from .calibration_checks import check_amount, check_source_loss
+from .batches import (
+    Batch,
+    check_amount,
+    check_source_loss,
+    check_targets,
+    make_batches,
+    reads_passages,
+    whole_batches,
+    with_lengths,
+)
+from .examples import audio_batches
 from .fitting import error_compared_with, rounded
-from .latent_forms import latent_forms
+from .methods import latent_forms
 from .recording import AttentionInputs, attend, recorded_inputs, recorded_together
-from .source_models import SourceModel
-from .source_outputs import SourceOutputs
+from .source_outputs import SourceModel, SourceOutputs
 
 __all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text", "is_calibrated"]
 

@@ -15,12 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...answers import Answer, answer_of
-from ...conversion.calibration.audio import heard, read_features
 from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder, with_lengths
+from ...conversion.calibration.examples import heard, read_features
 from ...conversion.calibration_settings import Calibration
-from ...decoder_inputs import DecoderInput, decoder_input
-from ...generation_calls import limits_of_the_call
+from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
 from ...progress import progress_bar
 from ..sentence_similarity import mean_pooled
 

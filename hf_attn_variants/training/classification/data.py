@@ -13,9 +13,8 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...table_files import row_place
-from ...text_files import column_names, column_value
-from ...text_lines import is_blank
+from ...input_files import is_blank
+from ...text_files import column_names, column_value, row_place
 from ..engine.tables import (
     UNKNOWN,
     Source,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text_lines import is_unicode
+from ...input_files import is_unicode
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 __all__ = [

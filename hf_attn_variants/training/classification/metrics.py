@@ -19,7 +19,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from ...pictures import write_picture
+from ...files import write_picture
 from .labels import LabelScheme, listed
 from .settings import MULTI_LABEL, REGRESSION
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
 from torch import nn
 
+from ...errors import is_first_process
 from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
-from ...interrupts import is_first_process
 
 __all__ = [
     "STOP_SIGNALS",

@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from ...table_files import parse_rows, repeated_name
+from ...text_files import parse_rows, repeated_name
 
 __all__ = [
     "ABOVE_0",

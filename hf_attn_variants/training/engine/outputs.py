@@ -33,11 +33,11 @@ from ...files import (
     RESULTS_NAME,
     atomic_write,
     parse_json,
+    write_picture,
     write_problem,
 )
 from ...model_folder import RESULTS, STAGE, replace_model
 from ...model_history import ModelHistory, write_history
-from ...pictures import write_picture
 from .checkpoints import NAME_PATTERN, last_good_checkpoint
 from .options import Settings
 from .settings import TrainingSettings

@@ -15,9 +15,8 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType
 
-from ...errors import TerminatedError
+from ...errors import INTERRUPTED, TerminatedError
 from ...files import make_folders, remove_empty_folders
-from ...interrupts import INTERRUPTED
 from ...model_history import ModelHistory, source_history
 from ...progress import no_progress_bars
 from . import outputs

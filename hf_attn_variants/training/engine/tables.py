@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
 from ...files import RESULTS_NAME, load_json
-from ...table_files import TABLE_SUFFIXES, read_records, row_place
-from ...text_files import column_value, has_column, missing_column
-from ...text_lines import is_unicode, suffix_of
+from ...input_files import is_unicode, suffix_of
+from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
 from .settings import FineTuningSettings, TableSettings
 
 __all__ = [

@@ -7,8 +7,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 
 from ...glue_tasks import TASKS, GlueTask, parse_label
-from ...open_files import read_file
-from ...text_lines import ends_by_returns, is_blank
+from ...input_files import ends_by_returns, is_blank, read_file
 from ..classification.data import ClassificationSplit, make_rows
 
 __all__ = ["load_ax", "load_glue", "read_tsv"]

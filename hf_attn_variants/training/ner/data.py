@@ -6,9 +6,8 @@ from typing import Any
 
 from datasets import load_dataset
 
-from ...table_files import read_records
-from ...text_files import read_lines
-from ...text_lines import BLANKS, is_blank
+from ...input_files import BLANKS, is_blank
+from ...text_files import read_lines, read_records
 from ..engine.tables import folder_files
 from .settings import NerSettings
 

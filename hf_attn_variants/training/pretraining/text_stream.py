@@ -21,10 +21,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ...open_files import check_ordinary, open_file
-from ...table_files import read_records
-from ...text_files import is_table
-from ...text_lines import ends_by_returns, is_blank, lines_of
+from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
+from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.tables import folder_files
 from .settings import PretrainingSettings, TextSettings, check_evaluated

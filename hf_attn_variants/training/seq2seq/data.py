@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...glue_tasks import GlueTask, get_task
-from ...table_files import read_records, row_place
+from ...input_files import is_blank
 from ...text_files import (
     PlacedRows,
     check_unused,
@@ -23,8 +23,9 @@ from ...text_files import (
     read_lines,
     read_placed_columns,
     read_placed_pairs,
+    read_records,
+    row_place,
 )
-from ...text_lines import is_blank
 from ..classification.data import ClassificationSplit
 from ..engine.tables import folder_files, load_splits, with_recorded_columns
 from ..engine.tokenizers import check_max_length, warn_of_cuts

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...generation_calls import limits_of_the_call
 from ...languages import set_languages
+from ...model_properties import limits_of_the_call
 from ...modeling.fields.variant_config import can_cache
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, run_rows

@@ -16,10 +16,9 @@ from datasets import load_dataset
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...input_files import is_unicode, read_file
 from ...modeling.mechanisms.patterns.global_tokens import MASK as GLOBAL_MASK
-from ...open_files import read_file
-from ...table_files import RepeatingObject, parse_rows, repeated_name
-from ...text_lines import is_unicode
+from ...text_files import RepeatingObject, parse_rows, repeated_name
 from ..engine.tokenizers import check_max_length
 from .settings import SquadSettings
 

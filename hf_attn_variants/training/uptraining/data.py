@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...decoder_inputs import DecoderInput
+from ...model_properties import DecoderInput
 from ...text_files import is_table, read_columns, read_lines, read_pairs, text_columns
 from ..engine.dataloaders import TrainingBatches
 from ..engine.models import check_end_token

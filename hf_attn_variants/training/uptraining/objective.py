@@ -13,10 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...answers import Answer, answer_of
-from ...decoder_inputs import DecoderInput, decoder_input
-from ...generation_calls import limits_of_the_call
 from ...inspection.sentence_similarity import mean_pooled
+from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
 from ..engine.finetune import Scores

@@ -15,14 +15,13 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ...answers import Answer
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...conversion.checkpoint.tensor_files import open_checkpoint
-from ...decoder_inputs import DecoderInput, decoder_input
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...languages import set_languages
 from ...model_history import ModelHistory
+from ...model_properties import Answer, DecoderInput, decoder_input
 from ...registration import variant_config_class, variant_model_class
 from ..engine import outputs
 from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
