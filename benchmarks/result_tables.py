@@ -24,7 +24,8 @@ __all__ = ["TABLES", "differences", "documents", "filled", "names_in"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = speed_tables.TABLES | quality_tables.TABLES
-BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:.*?\n)?<!-- end -->", re.S)
+# A block holds only empty lines and lines of a table, so that a lost end marker cannot remove text.
+BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:(?:\|.*)?\n)*<!-- end -->")
 
 
 def documents() -> list[Path]:

@@ -230,8 +230,8 @@ SMALL = (UPSTREAM, "MHA", "GQA-2", "MQA")
 
 @table("decode_t5-multi30k_cpu", columns=["setting", *columns_of(SMALL)])
 def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
-    by_model = {row["model"]: row for row in report["rows"]}
     of = Decoded(report)
+    by_model = {model: kept or row for model, (row, kept) in of.by_model.items()}
     speeds = [f"{by_model[model]['tokens_per_second']:,.0f}" for model in SMALL]
     yield ["tokens/s", *speeds]
     yield ["speed", "1", *(of.times(model, "speedup") for model in SMALL[1:])]
