@@ -75,7 +75,9 @@ def _converted(report: str, model: str, metric: str, form: str, heads: Sequence[
             if not group:
                 continue
             values = [[row[metric] for row in group if row["num_key_value_heads"] == k] for k in heads]
-            times = [row["conversion_seconds"] + row["training_seconds"] for row in group if "conversion_seconds" in row]
+            times = [
+                row["conversion_seconds"] + row["training_seconds"] for row in group if "conversion_seconds" in row
+            ]
             cells = [spread(each, form) if each else "" for each in values]
             yield [label, *([steps] if has_steps else []), *cells, *([f"{mean(times):.0f} s"] if times else [])]
 
@@ -168,7 +170,12 @@ def latents_minilm() -> Rows:
     for row in rows:
         label = _option(row["option"]).replace("self-attention", "latents of")
         scores = f"{row['spearman']:.4f}", f"{row['cosine']:.3f}", f"{row['cosine_other_text']:.3f}"
-        yield [label.replace("of rank", "of"), row["numbers_per_token"]["self"] // 6, f"{row['parameters']:,}", *scores]
+        yield [
+            label.replace("of rank", "of"),
+            row["numbers_per_token"]["self"] // 6,
+            f"{row['parameters']:,}",
+            *scores,
+        ]
 
 
 @table("variant", "numbers per token", "parameters", "BLEU", "loss", "BLEU, distilled", "loss, distilled")
@@ -176,7 +183,9 @@ def marian() -> Rows:
     for row in load("marian_multi30k")["rows"]:
         numbers = " + ".join(f"{value:,}" for value in row["numbers_per_token"].values())
         both = (row.get(stage) for stage in ("converted", "distilled"))
-        cells = [text for each in both for text in ([f"{each['bleu']:.2f}", f"{each['loss']:.3f}"] if each else ["", ""])]
+        cells = [
+            text for each in both for text in ([f"{each['bleu']:.2f}", f"{each['loss']:.3f}"] if each else ["", ""])
+        ]
         label = "cached encoder outputs" if row["option"] == "exact" else row["option"]
         label = re.sub(r"(cross|self) (\d+)", r"\1-attention rank \2", label).replace(" + ", ", ")
         yield [label.replace(", mean", ", mean pooling"), numbers, in_millions(row["parameters"]), *cells]
@@ -191,7 +200,10 @@ def reactions() -> Rows:
             quality = row["quality"]
             verdict = ["", ""]
             if quality:
-                verdict = [f"+{quality['value']:.3f}", "within tolerance" if quality["is_kept"] else "outside tolerance"]
+                verdict = [
+                    f"+{quality['value']:.3f}",
+                    "within tolerance" if quality["is_kept"] else "outside tolerance",
+                ]
             yield [name, row["num_key_value_heads"] or f"{full} (original)", f"{row['masked_accuracy']:.3f}", *verdict]
 
 
@@ -211,7 +223,15 @@ def closing_numbers() -> Rows:
         low, high = map(text, row["interval"])
         metric = f"{row['before']:.3f} → {row['after']:.3f}"
         heads = f"{row['heads'][1]} of {row['heads'][0]}"
-        yield [names[row["model"]], heads, text(row["value"]), f"{low} – {high}", row["verdict"], text(row["true"]), metric]
+        yield [
+            names[row["model"]],
+            heads,
+            text(row["value"]),
+            f"{low} – {high}",
+            row["verdict"],
+            text(row["true"]),
+            metric,
+        ]
 
 
 @table("unconverted layers", "MiniLM: cosine", "BERT: masked tokens predicted", "T5 encoder: loss")
@@ -292,7 +312,10 @@ def uptraining() -> Rows:
 
 ON_TASK = "calibrated on the task"
 DEFAULTS = "(calibrated at the defaults)"
-UNCONVERTED = {" but in matching layers": ", token-matching layers unconverted", " but in layers 0 and 3": ", layers 1 and 4 unconverted"}
+UNCONVERTED = {
+    " but in matching layers": ", token-matching layers unconverted",
+    " but in layers 0 and 3": ", layers 1 and 4 unconverted",
+}
 METRICS = {"sst2": "accuracy", "cola": "matthews_correlation", "stsb": "spearmanr"}
 METRICS |= {"qnli": "accuracy", "mnli": "accuracy"}
 
@@ -437,7 +460,15 @@ def albert() -> Rows:
         yield [k, *(f"{row['eval_loss']:.3f}" for row in losses)]
 
 
-@table("optimizer", "attention", "dev loss", "accuracy", "cost of shuffling", "cost without attention", "reads its context")
+@table(
+    "optimizer",
+    "attention",
+    "dev loss",
+    "accuracy",
+    "cost of shuffling",
+    "cost without attention",
+    "reads its context",
+)
 def span_corruption() -> Rows:
     for row in load("t5_span_corruption")["runs"]:
         costs = [f"{row[f'gate_{name}_cost']:+.2f}" for name in ("shuffled", "zeroed_attention")]
@@ -453,7 +484,11 @@ def talking_heads_finetuned() -> Rows:
         sst2 = [run["accuracy"] for run in mine if run["task"] == "sst2"]
         stsb = ", ".join(f"{run['spearmanr']:.3f}" for run in mine if run["task"] == "stsb")
         t5 = [run for run in of_t5 if run["variant"] == variant]
-        cells = [spread([run["dev_loss"] for run in t5], ".3f"), spread([run["test_bleu"] for run in t5], ".1f")] if t5 else ["", ""]
+        cells = (
+            [spread([run["dev_loss"] for run in t5], ".3f"), spread([run["test_bleu"] for run in t5], ".1f")]
+            if t5
+            else ["", ""]
+        )
         yield [variant, spread(sst2, ".3f"), stsb, *cells]
 
 
@@ -490,8 +525,14 @@ def talking_heads_albert() -> Rows:
 @table("projections", "loss", "parameters")
 def talking_heads_dynamic() -> Rows:
     names = {"multi-head": "none (multi-head)", "static": "static (talking heads)"}
-    names |= {"x2l": "static, and logits from the query input (x2l)", "m2l": "static, and logits from the key input (m2l)"}
-    names |= {"x2w": "static, and weights from the query input (x2w)", "m2w": "static, and weights from the key input (m2w)"}
+    names |= {
+        "x2l": "static, and logits from the query input (x2l)",
+        "m2l": "static, and logits from the key input (m2l)",
+    }
+    names |= {
+        "x2w": "static, and weights from the query input (x2w)",
+        "m2w": "static, and weights from the key input (m2w)",
+    }
     for row in load("talking_heads_dynamic")["rows"]:
         label = names.get(row["variant"], "static, and all four")
         yield [label, f"{row['eval_loss']:.3f}", f"{row['num_parameters']:,}"]
@@ -586,14 +627,24 @@ def kernel_conversion() -> Rows:
 def finetuned_kernels() -> Rows:
     rows = [row for row in load("finetuned_kernels")["runs"] if "num_train_epochs" not in row]
     for variant, label in (("MHA", "MHA"), (f"hedgehog {DEFAULTS}", "hedgehog")):
-        tasks = ([row["accuracy"] for row in rows if (row["variant"], row["task"]) == (variant, t)] for t in ("sst2", "qnli"))
+        tasks = (
+            [row["accuracy"] for row in rows if (row["variant"], row["task"]) == (variant, t)]
+            for t in ("sst2", "qnli")
+        )
         yield [label, *(spread(accuracies, ".3f") for accuracies in tasks)]
 
 
 @table("engine", "texts")
 def texts_that_fit() -> Rows:
-    names = ("Transformers", "`share_memory`", "converted, latents of 128 (cross) and 32 (self, per layer)", "CTranslate2")
-    yield from zip(names, (row["largest_batch"] for row in load("largest_batch_t5-small")["rows"].values()), strict=True)
+    names = (
+        "Transformers",
+        "`share_memory`",
+        "converted, latents of 128 (cross) and 32 (self, per layer)",
+        "CTranslate2",
+    )
+    yield from zip(
+        names, (row["largest_batch"] for row in load("largest_batch_t5-small")["rows"].values()), strict=True
+    )
 
 
 # The GPU runs.
@@ -605,7 +656,11 @@ GPU_NAMES |= {"cross r=192": "cross-attention latents of 192"}
 def gpu_training() -> Rows:
     bert, t5 = (load_gpu("training_steps")[f"{kind}, bfloat16"]["rows"] for kind in ("bert", "t5"))
     for name in bert:
-        cells = [text for row in (bert[name], t5[name]) for text in (f"{row['milliseconds']:.1f}", f"{row['tokens_per_second']:,.0f}")]
+        cells = [
+            text
+            for row in (bert[name], t5[name])
+            for text in (f"{row['milliseconds']:.1f}", f"{row['tokens_per_second']:,.0f}")
+        ]
         yield [GPU_NAMES.get(name, name), *cells]
 
 
@@ -614,7 +669,10 @@ def gpu_talking_heads() -> Rows:
     for length in (512, 2048, 8192):
         for mode in ("forward", "training"):
             row = load_gpu("kernel_speed")[f"{length}, plain"][mode]
-            cells = (f"{row[peer]:.2f}" if row[peer] < 10 else f"{row[peer]:.1f}" for peer in ("sdpa", "triton", "compiled", "naive"))
+            cells = (
+                f"{row[peer]:.2f}" if row[peer] < 10 else f"{row[peer]:.1f}"
+                for peer in ("sdpa", "triton", "compiled", "naive")
+            )
             yield [f"{length:,}", mode, *cells]
 
 
@@ -661,4 +719,8 @@ def gpu_long_texts() -> Rows:
     for length in (16384, 65536):
         for mode in ("forward", "training"):
             row = load_gpu("long_texts")[f"attention, {length}"][mode]
-            yield [f"{length:,}", mode, *(f"{row[peer]:#.3g}".rstrip(".") for peer in ("sdpa", "window", "window in blocks"))]
+            yield [
+                f"{length:,}",
+                mode,
+                *(f"{row[peer]:#.3g}".rstrip(".") for peer in ("sdpa", "window", "window in blocks")),
+            ]

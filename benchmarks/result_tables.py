@@ -67,7 +67,9 @@ def differences() -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the tables; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a file would change")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a file would change"
+    )
     args = parser.parse_args(arguments)
     if not args.check:
         for path in documents():

@@ -120,7 +120,9 @@ DECODED = {
     "decode_t5-large-attention_cpu": "16 heads of 64, d_model 1,024, 4 + 4 layers, batch 32, source 2,048, 32 tokens",
     "decode_t5-small_cpu_batch1": "T5-small, batch 1, source 32 (9 repeats)",
     "decode_t5-small_cpu_batch1_static": "T5-small, batch 1, source 32, static cache",
-    "decode_t5-small_cpu_batch1_static_compiled": "T5-small, batch 1, source 32, static cache, `torch.compile` (5 repeats)",
+    "decode_t5-small_cpu_batch1_static_compiled": (
+        "T5-small, batch 1, source 32, static cache, `torch.compile` (5 repeats)"
+    ),
     "decode_t5-small_cpu_sizes": "T5-small, batch 8, source 4,096, 32 tokens",
 }
 LATENTS = {
@@ -249,9 +251,7 @@ def encoding(*reports: dict[str, Any]) -> Rows:
         cells = [f"{(held or upstream)['milliseconds']:.0f}"]
         for row, kept in ours:
 
-            def found(
-                each: dict, row: dict = row, bases: tuple = (upstream, held)
-            ) -> tuple[float, bool | None]:
+            def found(each: dict, row: dict = row, bases: tuple = (upstream, held)) -> tuple[float, bool | None]:
                 base = bases[0] if each is row else bases[1]
                 few = all((one.get("usage") or {}).get("few_faults") for one in (base, each))
                 return base["milliseconds"] / each["milliseconds"], few
@@ -331,7 +331,9 @@ def linear_attention_in_training(*reports: dict[str, Any]) -> Rows:
         yield from _kernels(report, "training")
 
 
-@table("linear_attention_models_cpu", columns=["tokens", "Transformers, ms", "hedgehog", "hedgehog in 10 of 12 layers"])
+@table(
+    "linear_attention_models_cpu", columns=["tokens", "Transformers, ms", "hedgehog", "hedgehog in 10 of 12 layers"]
+)
 def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
     for row, kept in pairs(report, "models"):
         base, *others = row["pass"]
@@ -339,7 +341,9 @@ def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
         yield [f"{row['length']:,}", f"{(kept or row)['pass'][base]:,.0f}", *times]
 
 
-@table("hybrid_attention_cpu", columns=["pass", "tokens", "softmax, ms", "hedgehog, ms", "hybrid, ms", "linformer, ms"])
+@table(
+    "hybrid_attention_cpu", columns=["pass", "tokens", "softmax, ms", "hedgehog, ms", "hybrid, ms", "linformer, ms"]
+)
 def hybrids(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "hedgehog", "hybrid", "linformer")
     for mode in MODES:
@@ -447,7 +451,16 @@ def talking_heads_with_bias(report: dict[str, Any]) -> Rows:
 
 @table(
     "talking_heads_cpu_layers",
-    columns=["b, h, n, d", "pass", "SDPA", "plain formula", "blocked", PEER, "x-transformers flash", f"{PEER} / blocked"],
+    columns=[
+        "b, h, n, d",
+        "pass",
+        "SDPA",
+        "plain formula",
+        "blocked",
+        PEER,
+        "x-transformers flash",
+        f"{PEER} / blocked",
+    ],
 )
 def whole_layers(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "naive", "blocked", PEER, "x-transformers flash")
@@ -495,6 +508,18 @@ def serving_with_amx(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
 @table("serving_t5-base_amx_batch4", columns=["engine", "batch 4, source 512, 4 beams", "peak memory"])
 def serving_t5_base(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     yield from _serving(report)
+
+
+@table(
+    "serving_t5-small_amx_batch4",
+    "serving_t5-base_amx_batch4",
+    columns=["engine", "T5-small", "T5-base"],
+)
+def serving_in_short(small: dict[str, Any], base: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    of_base = {row[0]: row[1] for row in _serving(base)}
+    names = {"transformers": "Transformers", "share_memory": "`share_memory`", "int8": "`quantize`"}
+    names |= {"share_memory, int8": "`share_memory` and `quantize`", "CTranslate2, int8": "CTranslate2 with int8"}
+    yield from ([names[name], times, of_base[name]] for name, times, _ in _serving(small) if name in names)
 
 
 @table(
