@@ -724,3 +724,11 @@ def gpu_long_texts() -> Rows:
                 mode,
                 *(f"{row[peer]:#.3g}".rstrip(".") for peer in ("sdpa", "window", "window in blocks")),
             ]
+
+
+@table("attention", "forward", "training")
+def gpu_layers() -> Rows:
+    cell = load_gpu("long_texts")["layers, 16384"]
+    for name in cell["forward"]:
+        label = name.replace("BERT layer, ", "").replace("BERT layer", "full")
+        yield [label, *(f"{cell[mode][name]:.1f}" for mode in ("forward", "training"))]

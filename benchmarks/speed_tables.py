@@ -471,6 +471,15 @@ def whole_layers(report: dict[str, Any]) -> Rows:
             yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
 
 
+@table("talking_heads_cpu_layers", columns=["setting", "multi-head", "talking heads", "plain formula"])
+def talking_heads_training_step(report: dict[str, Any]) -> Rows:
+    for setting, part in zip(("default", "fixed"), views(report), strict=True):
+        base, *others = (
+            part["training_steps"]["milliseconds"][name] for name in ("MHA", "talking heads", "talking heads, eager")
+        )
+        yield [setting, f"{base:,.0f}", *(f"{each:,.0f} ({each / base:.2f}×)" for each in others)]
+
+
 @table(
     "talking_heads_cpu",
     columns=["n", *(f"{name}, {mode}" for name in ("plain formula", "blocked", "SDPA multi-head") for mode in MODES)],
@@ -546,6 +555,13 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
     for row in four["runs"]:
         row["peak_bytes"] = peaks
     yield from _serving(one, four)
+
+
+@table("serving_whisper-base_cpu_batch4", columns=["engine", "default", "fixed"])
+def serving_four_recordings(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    ((row, kept),) = pairs(report, "runs")
+    for name in row["milliseconds"]:
+        yield [name, *(f"{way['milliseconds'][name] / 1000:.1f}" for way in (row, kept))]
 
 
 RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
