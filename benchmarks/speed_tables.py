@@ -76,7 +76,7 @@ def three_digits(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -486,7 +486,7 @@ def talking_heads_training_step(report: dict[str, Any]) -> Rows:
 )
 def talking_heads_memory(report: dict[str, Any]) -> Rows:
     for row in report["peak_memory"]:
-        peaks = (f"{row[mode][peer]:.0f}" for peer in ("naive", "blocked", "sdpa") for mode in MODES)
+        peaks = (f"{row[mode][peer]:,.0f}" for peer in ("naive", "blocked", "sdpa") for mode in MODES)
         yield [f"{row['shape'][2]:,}", *peaks]
 
 
