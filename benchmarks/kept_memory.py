@@ -41,11 +41,13 @@ __all__ = [
 ]
 
 NOT_RECORDED = "not recorded"
-# What stands by each table and claim whose figures were measured before this was looked at.
-MARK = "measured with glibc's allocator as it is; not recorded how much of it is page faults"
-# The same where it is short: in README, a cell, a summary.
+# Each section with figures from before page faults were recorded has one of these texts.
+MARK = "measured with the default allocator setting, without a record of page faults"
+# The short form, for tables and summaries.
 SHORT_MARK = "page faults not recorded"
 WAYS = ("glibc", "kept")
+# Their names in texts: glibc's default settings, and the fixed setting in which it does not return memory.
+SETTINGS = {"glibc": "default", "kept": "fixed"}
 # Arguments that a report does not repeat: where it lies, and the ways, which it says otherwise.
 NOT_SHOWN = ("output_dir", "output", "memory")
 # Two ratios that differ by more are both said.
@@ -70,12 +72,12 @@ def claimed(ratio_default: float, ratio_kept: float | None, is_cost: bool = Fals
         is_cost: less is better, as in times another's time: the larger one is claimed then.
     """
     if ratio_kept is None:
-        return Claim(None, f"{ratio_default:.2f}x, not kept")
+        return Claim(None, f"{ratio_default:.2f}×, no claim")
     ratios = {"glibc": ratio_default, "kept": ratio_kept}
     way = (max if is_cost else min)(ratios, key=ratios.__getitem__)
     (other,) = set(WAYS) - {way}
     differ = max(ratios.values()) > SAME * min(ratios.values())
-    return Claim(ratios[way], f"{ratios[way]:.2f}x" + (f", {other} {ratios[other]:.2f}x" if differ else ""))
+    return Claim(ratios[way], f"{ratios[way]:.2f}×" + (f", {SETTINGS[other]} {ratios[other]:.2f}×" if differ else ""))
 
 
 def add_memory_argument(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,8 @@
 Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
 on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
 command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in
---work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the rows for
-docs/.
+--work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the new
+tables. `python -m benchmarks.result_tables` writes them into the Markdown files.
 
 Example:
     python -m benchmarks.measure_again --dry_run
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.kept_memory import is_recorded
 from benchmarks.speed_claims import claims, is_of_speed, ratios
-from benchmarks.speed_tables import TABLES, report_path, report_paths
+from benchmarks.speed_tables import TABLES, markdown, report_path, report_paths
 from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,25 +247,24 @@ def measure(job: Job, args: argparse.Namespace) -> None:
 
 def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
     """Return every claim of these reports before and now, as Markdown."""
-    lines = ["| report | ratio | before | glibc as it is | memory kept | claimed |", "| --- " * 6 + "|"]
+    lines = ["| report | ratio | before | default setting | fixed setting | claimed |", "| --- " * 6 + "|"]
     for name in names:
         report, before = read(args.results_dir, name), read(args.work_dir / "before", name)
-        old = {ratio.label: f"{ratio.value:.2f}x" for ratio in ratios(name, before)} if before else {}
+        old = {ratio.label: f"{ratio.value:.2f}×" for ratio in ratios(name, before)} if before else {}
         for line in claims(name, report):
-            kept = "not kept" if line.kept is None else f"{line.kept:.2f}x"
+            kept = "no claim" if line.kept is None else f"{line.kept:.2f}×"
             said = "none" if line.claim.ratio is None else line.claim.text
-            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}x", kept, said]
+            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", kept, said]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def tables(names: Sequence[str], folder: Path | None) -> str:
-    """Return the rows of each table of docs/ that one of these reports is in, as Markdown."""
+    """Return each table of the documentation that one of these reports is in, as Markdown."""
     parts = []
     for title, table in TABLES.items():
         if set(names) & set(table.names) and table.is_there(folder):
-            rows = "\n".join(f"| {' | '.join(row)} |" for row in table.made(folder))
-            parts.append(f"docs/{table.document}, {title.replace('_', ' ')}:\n\n{rows}\n")
+            parts.append(f"{title.replace('_', ' ')}:\n\n{markdown(table.columns, table.made(folder))}\n")
     return "\n".join(parts)
 
 
@@ -302,7 +301,7 @@ def main(args: argparse.Namespace) -> str:
 
 
 def write_tables(names: Sequence[str], args: argparse.Namespace) -> None:
-    """Write the claims, and the rows for docs/, of what is done."""
+    """Write the claims and the tables of the finished reports."""
     args.work_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(args.work_dir / "claims.md", claims_table(names, args))
     atomic_write(args.work_dir / "tables.md", tables(names, args.results_dir))

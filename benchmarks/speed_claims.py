@@ -45,9 +45,9 @@ class Line(NamedTuple):
 
     def text(self) -> str:
         """Return the line to print."""
-        kept = "not kept" if self.kept is None else f"kept {self.kept:.2f}x"
+        kept = "fixed: many page faults" if self.kept is None else f"fixed {self.kept:.2f}×"
         said = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
-        return f"{self.label}: glibc {self.glibc:.2f}x, {kept}; {said}"
+        return f"{self.label}: default {self.glibc:.2f}×, {kept}; {said}"
 
 
 def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:

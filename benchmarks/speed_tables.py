@@ -1,7 +1,7 @@
-"""The rows of docs/' tables of speed, made from the reports: a test compares them, `measure_again.py` writes them.
+"""The tables of speed, made from the JSON reports; `result_tables.py` writes them into the Markdown files.
 
-A report that was made both ways shows the times of the run that kept memory, and of each ratio what may be claimed
-(`kept_memory.claimed`); one from before shows what it has.
+A report of both allocator settings shows the times under the fixed setting, and of each ratio the smaller gain
+(`kept_memory.claimed`). An older report shows the ratio that it has.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.kept_memory import claimed, is_recorded, views
 from benchmarks.speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWED
 
-__all__ = ["TABLES", "Table", "report_path", "report_paths"]
+__all__ = ["TABLES", "Table", "markdown", "report_path", "report_paths"]
 
 FOLDER = Path(__file__).resolve().parent
 Rows = Iterable[Sequence[Any]]
@@ -30,16 +30,16 @@ def report_path(name: str, folder: Path | None = None) -> Path:
 
 
 class Table(NamedTuple):
-    """A table of a document.
+    """A table of a Markdown file.
 
     Args:
-        document: its file in docs/.
-        names: of the reports that it is made from.
-        rows: makes them from the reports by name: the cells' texts.
+        names: the reports that it is made from.
+        columns: the texts of its header.
+        rows: a function from these reports to the texts of the cells.
     """
 
-    document: str
     names: tuple[str, ...]
+    columns: tuple[str, ...]
     rows: Callable[..., Rows]
 
     def is_there(self, folder: Path | None = None) -> bool:
@@ -55,11 +55,17 @@ class Table(NamedTuple):
 TABLES: dict[str, Table] = {}
 
 
-def table(document: str, *names: str) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
+def markdown(columns: Sequence[str], rows: Rows) -> str:
+    """Return a table as Markdown, without a newline at its end."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def table(*names: str, columns: Sequence[str]) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
     """Register a function from reports to a table's rows."""
 
     def register(rows: Callable[..., Rows]) -> Callable[..., Rows]:
-        TABLES[rows.__name__] = Table(document, names, rows)
+        TABLES[rows.__name__] = Table(names, tuple(columns), rows)
         return rows
 
     return register
@@ -70,7 +76,7 @@ def three_digits(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -92,7 +98,7 @@ def ratio(row: dict, kept: dict | None, found: Callable[[dict], tuple[float, boo
     """
     value = found(row)[0]
     if kept is None:
-        return f"{value:.2f}x"
+        return f"{value:.2f}×"
     other, few = found(kept) if kept else (None, None)
     return claimed(value, other if few else None, is_cost).text
 
@@ -109,22 +115,32 @@ def in_times(part: str, base: str, ours: str, is_cost: bool = False) -> Callable
 
 
 DECODED = {
-    "decode_t5-small_cpu": "T5-small, batch 32, source 1024",
-    "decode_t5-small_cpu_beams4": "the same, batch 8, 4 beams",
-    "decode_t5-large-attention_cpu": "16 heads of 64, d_model 1024, 4 + 4 layers, batch 32, source 2048, 32 tokens",
+    "decode_t5-small_cpu": "T5-small, batch 32, source 1,024",
+    "decode_t5-small_cpu_beams4": "T5-small, batch 8, source 1,024, 4 beams",
+    "decode_t5-large-attention_cpu": "16 heads of 64, d_model 1,024, 4 + 4 layers, batch 32, source 2,048, 32 tokens",
     "decode_t5-small_cpu_batch1": "T5-small, batch 1, source 32 (9 repeats)",
-    "decode_t5-small_cpu_batch1_static": "the same, static cache",
-    "decode_t5-small_cpu_batch1_static_compiled": "the same, static cache and `torch.compile` (5 repeats)",
-    "decode_t5-small_cpu_sizes": "T5-small, batch 8, source 4096, 32 tokens",
+    "decode_t5-small_cpu_batch1_static": "T5-small, batch 1, source 32, static cache",
+    "decode_t5-small_cpu_batch1_static_compiled": (
+        "T5-small, batch 1, source 32, static cache, `torch.compile` (5 repeats)"
+    ),
+    "decode_t5-small_cpu_sizes": "T5-small, batch 8, source 4,096, 32 tokens",
 }
 LATENTS = {
-    "decode_t5-small_latents_cpu": "batch 32, source 1024, 64 tokens",
-    "decode_t5-small_latents_cpu_long": "batch 8, source 4096, 32 tokens",
-    "decode_t5-small_latents_cpu_beams4": "batch 8, source 1024, 4 beams, 32 tokens",
+    "decode_t5-small_latents_cpu": "batch 32, source 1,024, 64 tokens",
+    "decode_t5-small_latents_cpu_long": "batch 8, source 4,096, 32 tokens",
+    "decode_t5-small_latents_cpu_beams4": "batch 8, source 1,024, 4 beams, 32 tokens",
     "decode_t5-small_latents_cpu_batch1": "batch 1, source 64, 64 tokens (15 repeats)",
 }
 MARIANS = {"decode_opus-mt_cpu_beams4": "batch 8, 4 beams", "decode_opus-mt_cpu": "batch 32, greedy"}
 UPSTREAM = "upstream MHA"
+# The columns of the models of a decoding benchmark.
+NAMES = {UPSTREAM: "Transformers", "exact": "cached encoder outputs"}
+NAMES |= {f"cross r={rank}": f"cross-attention latents of {rank}" for rank in (128, 64)}
+
+
+def columns_of(models: Iterable[str], unit: str = "") -> list[str]:
+    """Return the header cells of models."""
+    return [NAMES.get(model, model) + unit for model in models]
 
 
 class Decoded:
@@ -140,7 +156,7 @@ class Decoded:
         }
 
     def speed(self, model: str, digits: int | None = None) -> str:
-        """Return "tokens/s (ratio)"; upstream's without one, and nothing for a model that was not run."""
+        """Return "tokens/s (ratio)", without a ratio for Transformers; an empty text if the model was not run."""
         if model not in self.by_model:
             return ""
         row, kept = self.by_model[model]
@@ -149,11 +165,11 @@ class Decoded:
             return tokens
         text = self.times(model, "speedup")
         if digits is not None and kept is None and row["speedup"] >= 10:
-            text = f"{three_digits(row['speedup'])}x"
+            text = f"{three_digits(row['speedup'])}×"
         return f"{tokens} ({text})"
 
     def times(self, model: str, field: str) -> str:
-        """Return a ratio to upstream."""
+        """Return the ratio to Transformers."""
         if model not in self.by_model:
             return ""
         first = self.by_model[UPSTREAM]
@@ -169,109 +185,170 @@ class Decoded:
         return f"{size:.1f}" if size < 10 else f"{size:.0f}"
 
 
-@table("results_speed.md", *DECODED)
+HEADS = (UPSTREAM, "MHA", "GQA-4", "GQA-2", "MQA")
+
+
+@table(*DECODED, columns=["setting", *columns_of(HEADS), "step: GQA-2", "step: MQA"])
 def decoding(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(DECODED.values(), reports, strict=True):
         of = Decoded(report)
-        speeds = [of.speed(model) for model in (UPSTREAM, "MHA", "GQA-4", "GQA-2", "MQA")]
-        yield [label, *speeds, of.times("GQA-2", "step_speedup"), of.times("MQA", "step_speedup")]
+        yield [label, *map(of.speed, HEADS), of.times("GQA-2", "step_speedup"), of.times("MQA", "step_speedup")]
 
 
-@table("results_speed.md", *LATENTS)
+WITH_LATENTS = (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
+
+
+@table(*LATENTS, columns=["setting", *columns_of(WITH_LATENTS)])
 def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
-        of, models = Decoded(report), (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
+        of = Decoded(report)
         repeats = int(report["arguments"]["repeats"])
-        yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in models)]
+        yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in WITH_LATENTS)]
 
 
-@table("results_speed.md", *LATENTS)
+@table(*LATENTS, columns=["setting", *columns_of(WITH_LATENTS)])
 def caches_of_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
-        of = Decoded(report)
-        yield [label, *(of.mib(model) for model in (UPSTREAM, "MHA", "MQA", "exact", "cross r=128"))]
+        yield [label, *map(Decoded(report).mib, WITH_LATENTS)]
 
 
-@table("results_speed.md", *MARIANS)
+OF_MARIANS = (UPSTREAM, "MHA", "GQA-2", "MQA", "exact", "cross r=128", "cross r=64")
+
+
+@table(*MARIANS, columns=["setting", *columns_of(OF_MARIANS)])
 def decoding_a_marian(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(MARIANS.values(), reports, strict=True):
-        of, models = Decoded(report), ("MHA", "GQA-2", "MQA", "exact", "cross r=128", "cross r=64")
-        first = f"{of.speed(UPSTREAM)}, {of.mib(UPSTREAM)} MiB"
-        yield [label, first, *(f"{of.speed(model)}, {of.mib(model)}" for model in models)]
+        yield [label, *map(Decoded(report).speed, OF_MARIANS)]
 
 
-@table("results_speed.md", "encode_minilm_cpu")
-def encoding(report: dict[str, Any]) -> Rows:
-    return _passes("MiniLM, ms a batch (lower is better)", report)
+@table(*MARIANS, columns=["setting", *columns_of(OF_MARIANS)])
+def caches_of_a_marian(*reports: dict[str, Any]) -> Rows:
+    for label, report in zip(MARIANS.values(), reports, strict=True):
+        yield [label, *map(Decoded(report).mib, OF_MARIANS)]
 
 
-@table("results_speed.md", "encode_bert-base_cpu")
-def encoding_by_bert_base(report: dict[str, Any]) -> Rows:
-    return _passes("BERT-base, ms a batch (lower is better)", report)
+SMALL = (UPSTREAM, "MHA", "GQA-2", "MQA")
 
 
-def _passes(label: str, report: dict[str, Any]) -> Rows:
-    (upstream, held), *ours = pairs(report, "rows")
-    cells = [f"{(held or upstream)['milliseconds']:.0f}"]
-    for row, kept in ours:
-
-        def found(each: dict, row: dict = row) -> tuple[float, bool | None]:
-            base = upstream if each is row else held
-            few = all((one.get("usage") or {}).get("few_faults") for one in (base, each))
-            return base["milliseconds"] / each["milliseconds"], few
-
-        cells.append(f"{(kept or row)['milliseconds']:.0f} ({ratio(row, kept, found)})")
-    yield [label, *cells]
+@table("decode_t5-multi30k_cpu", columns=["setting", *columns_of(SMALL)])
+def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
+    of = Decoded(report)
+    by_model = {model: kept or row for model, (row, kept) in of.by_model.items()}
+    speeds = [f"{by_model[model]['tokens_per_second']:,.0f}" for model in SMALL]
+    yield ["tokens/s", *speeds]
+    yield ["speed", "1", *(of.times(model, "speedup") for model in SMALL[1:])]
+    yield ["cache, MiB", *(f"{by_model[model]['cache_bytes'] / 2**20:.2f}" for model in SMALL)]
 
 
-@table("results_long.md", "sliding_window_cpu")
-def windows(report: dict[str, Any]) -> Rows:
+ENCODED = ("Transformers", "MHA", "GQA-4", "GQA-2", "MQA")
+
+
+@table("encode_bert-base_cpu", "encode_minilm_cpu", columns=["model", *ENCODED, "latents", "talking heads"])
+def encoding(*reports: dict[str, Any]) -> Rows:
+    labels = ("BERT-base shape, batch 8 of 128 tokens", "MiniLM, batch 32 of 128 tokens")
+    for label, report in zip(labels, reports, strict=True):
+        (upstream, held), *ours = pairs(report, "rows")
+        cells = [f"{(held or upstream)['milliseconds']:.0f}"]
+        for row, kept in ours:
+
+            def found(each: dict, row: dict = row, bases: tuple = (upstream, held)) -> tuple[float, bool | None]:
+                base = bases[0] if each is row else bases[1]
+                few = all((one.get("usage") or {}).get("few_faults") for one in (base, each))
+                return base["milliseconds"] / each["milliseconds"], few
+
+            cells.append(f"{(kept or row)['milliseconds']:.0f} ({ratio(row, kept, found)})")
+        yield [label, *cells]
+
+
+OF_WINDOWS = ["tokens", "full, ms", "window, ms", "attention", "BERT layer", "Longformer", "memory"]
+
+
+def _windows(report: dict[str, Any], mode: str) -> Rows:
     memory = {row["shape"][2]: row for row in report["peak_memory"]}
     for (row, kept), layer in zip(pairs(report, "attention"), pairs(report, "layers"), strict=True):
-        cells, length = [f"{row['length']:,}"], row["length"]
-        for mode in MODES:
-            full, window = ((kept or row)[mode][name] for name in ("sdpa", "window"))
-            used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
-            times = ratio(row, kept, in_times(mode, "sdpa", "window"))
-            cells += [f"{milliseconds(full)}, {milliseconds(window)} ({times})"]
-            two = [ratio(*layer, in_times(mode, *names)) for names in ((FULL, WINDOWED), (LONGFORMER, OURS))]
-            cells += [f"{two[0]}, {two[1]}, {used:.2f}"]
-        yield cells
+        length = row["length"]
+        full, window = ((kept or row)[mode][name] for name in ("sdpa", "window"))
+        used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
+        times = ratio(row, kept, in_times(mode, "sdpa", "window"))
+        two = [ratio(*layer, in_times(mode, *names)) for names in ((FULL, WINDOWED), (LONGFORMER, OURS))]
+        yield [f"{length:,}", milliseconds(full), milliseconds(window), times, *two, f"{used:.2f}×"]
 
 
-@table("results_long.md", "long_t5_passes")
+@table("sliding_window_cpu", columns=OF_WINDOWS)
+def windows(report: dict[str, Any]) -> Rows:
+    yield from _windows(report, "forward")
+
+
+@table("sliding_window_cpu", columns=OF_WINDOWS)
+def windows_in_training(report: dict[str, Any]) -> Rows:
+    yield from _windows(report, "training")
+
+
+PASSED = {"everything": "T5", "windows": "LongT5, local", "transient global": "LongT5, transient global"}
+
+
+@table("long_t5_passes", columns=["tokens", "encoder", "this package, ms", "Transformers, ms", "speed"])
 def encoder_passes(report: dict[str, Any]) -> Rows:
-    peers = {"everything": "T5", "windows": "LongT5, local", "transient global": "LongT5, transient global"}
+    labels = {"everything": "full attention", "windows": "windows of 254", "transient global": "transient-global"}
     for row, kept in pairs(report, "runs"):
-        by, cells = (kept or row)["milliseconds"], []
-        for ours, theirs in peers.items():
-            if ours not in by:
-                cells.append("")
-                continue
-            times = ratio(row, kept, in_times("milliseconds", theirs, ours))
-            cells.append(f"{by[ours]:,.0f}, {by[theirs]:,.0f} ({times})")
-        yield [f"{row['tokens']:,}", *cells]
+        by = (kept or row)["milliseconds"]
+        for ours, theirs in PASSED.items():
+            if ours in by:
+                times = ratio(row, kept, in_times("milliseconds", theirs, ours))
+                yield [f"{row['tokens']:,}", labels[ours], f"{by[ours]:,.0f}", f"{by[theirs]:,.0f}", times]
 
 
-@table("results_long.md", "decoder_state_cpu")
+LENGTHS = ("512", "1,024", "2,048", "4,096", "8,192")
+
+
+@table("decoder_state_cpu", columns=["self-attention", *LENGTHS])
 def decoder_state(report: dict[str, Any]) -> Rows:
     rows = list(pairs(report, "steps"))
     for name in rows[0][0]["step_ms"]:
-        yield [
-            name,
-            *(f"{(kept or row)['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row, kept in rows),
-        ]
+        cells = (f"{(kept or row)['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row, kept in rows)
+        yield ["Transformers" if name == "upstream" else name, *cells]
 
 
-@table("results_long.md", "linear_attention_cpu")
-def linear_attention(report: dict[str, Any]) -> Rows:
+KERNELS = ["tokens", "softmax, ms", "elu", "hedgehog", "favor", "rfa"]
+
+
+def _kernels(report: dict[str, Any], mode: str) -> Rows:
     for row, kept in pairs(report, "attention"):
-        cells = [f"{row['length']:,}"]
-        for mode in MODES:
-            full, *kernels = row[mode]
-            cells += [milliseconds((kept or row)[mode][full])]
-            cells += [ratio(row, kept, in_times(mode, full, kernel)) for kernel in kernels]
-        yield cells
+        full, *kernels = row[mode]
+        times = (ratio(row, kept, in_times(mode, full, kernel)) for kernel in kernels)
+        yield [f"{row['length']:,}", milliseconds((kept or row)[mode][full]), *times]
+
+
+@table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
+def linear_attention(*reports: dict[str, Any]) -> Rows:
+    for report in reports:
+        yield from _kernels(report, "forward")
+
+
+@table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
+def linear_attention_in_training(*reports: dict[str, Any]) -> Rows:
+    for report in reports:
+        yield from _kernels(report, "training")
+
+
+@table(
+    "linear_attention_models_cpu", columns=["tokens", "Transformers, ms", "hedgehog", "hedgehog in 10 of 12 layers"]
+)
+def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
+    for row, kept in pairs(report, "models"):
+        base, *others = row["pass"]
+        times = (ratio(row, kept, in_times("pass", base, name)) for name in others)
+        yield [f"{row['length']:,}", f"{(kept or row)['pass'][base]:,.0f}", *times]
+
+
+@table(
+    "hybrid_attention_cpu", columns=["pass", "tokens", "softmax, ms", "hedgehog, ms", "hybrid, ms", "linformer, ms"]
+)
+def hybrids(report: dict[str, Any]) -> Rows:
+    names = ("sdpa", "hedgehog", "hybrid", "linformer")
+    for mode in MODES:
+        for row, kept in pairs(report, "attention"):
+            yield [mode, f"{row['length']:,}", *(milliseconds((kept or row)[mode][name]) for name in names)]
 
 
 def _onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, counts: Sequence[int]) -> list:
@@ -292,25 +369,46 @@ def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
     return [*times, ratio(ours, kept, found)]
 
 
-@table("results_speed.md", "onnx_latency")
+@table("onnx_latency", columns=["batch, length", "opset", "MHA (12), ms", "GQA-4, ms", "MQA, ms", "speed of MQA"])
 def encoders_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 32], [1, 128], [8, 128], [1, 512]):
-        for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` a layer)")):
+        for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` per layer)")):
             rows = _onnx_rows(report, "encoder", size, opset, (12, 4, 1))
             yield [", ".join(map(str, size)), words, *_onnx_cells(rows, three_digits)]
 
 
-@table("results_speed.md", "onnx_latency")
+@table("onnx_latency", columns=["batch, source length", "MHA (8), ms", "GQA-2, ms", "MQA, ms", "speed of MQA"])
 def decoding_steps_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 128, 32], [8, 512, 32], [32, 1024, 32]):
         rows = _onnx_rows(report, "decoding step", size, 18, (8, 2, 1))
         yield [f"{size[0]}, {size[1]}", *_onnx_cells(rows, "{:.1f}".format)]
 
 
-@table("results_appendix.md", "loop_overhead")
+STEPS = ("products", "exact", "share_memory", "upstream")
+
+
+@table(
+    "exact_step_t5-small_cpu",
+    columns=[
+        "batch, source, beams",
+        "matrix products, ms",
+        "cached encoder outputs, ms",
+        '`share_memory` with `cross_cache="encoder_outputs"`, ms',
+        "Transformers, ms",
+    ],
+)
+def later_steps(report: dict[str, Any]) -> Rows:
+    for row, kept in pairs(report, "runs"):
+        size = f"{row['batch_size']}, {row['source_length']:,}, {row['num_beams']}"
+        products, exact, shared, upstream = (f"{row['milliseconds'][name]:.1f}" for name in STEPS)
+        times = [ratio(row, kept, in_times("milliseconds", "upstream", name)) for name in ("exact", "share_memory")]
+        yield [size, products, f"{exact} ({times[0]})", f"{shared} ({times[1]})", upstream]
+
+
+@table("loop_overhead", columns=["task", "bare loop", "`TrainingLoop`", "overhead", "waiting for data"])
 def loop_overhead(report: dict[str, Any]) -> Rows:
     for row, kept in pairs(report, "rows"):
-        # The larger overhead is what may be said.
+        # The larger overhead is reported.
         row = max(filter(None, (row, kept)), key=lambda each: each["overhead_percent"])
         bare, loop = (1000 * row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop"))
         overhead = f"{loop - bare:.1f} ms" if "tiny" in row["task"] else f"{row['overhead_percent']:+.1f} %"
@@ -318,10 +416,14 @@ def loop_overhead(report: dict[str, Any]) -> Rows:
         yield [row["task"], f"{bare:.1f} ms", f"{loop:.1f} ms", overhead, waiting]
 
 
-@table("results_talking_heads.md", "talking_heads_cpu_plain", "talking_heads_cpu")
-def attention_alone(plain: dict[str, Any], whole: dict[str, Any]) -> Rows:
-    every = [(row, kept) for row, kept in pairs(whole, "times") if row["option"] != "plain"]
-    for row, kept in [*pairs(plain, "times"), *every]:
+OF_TALKING = ["b, h, n, d"]
+OF_TALKING += [f"{name}, {mode}" for mode in MODES for name in ("SDPA", "plain formula", "blocked")]
+
+
+def _talking(report: dict[str, Any], option: str) -> Rows:
+    for row, kept in pairs(report, "times"):
+        if row["option"] != option:
+            continue
         cells = [", ".join(map(str, row["shape"]))]
         for mode in MODES:
             shown = (kept or row)[mode]
@@ -332,18 +434,67 @@ def attention_alone(plain: dict[str, Any], whole: dict[str, Any]) -> Rows:
         yield cells
 
 
-@table("results_talking_heads.md", "talking_heads_cpu_layers")
+@table("talking_heads_cpu_plain", columns=OF_TALKING)
+def talking_heads_alone(report: dict[str, Any]) -> Rows:
+    yield from _talking(report, "plain")
+
+
+@table("talking_heads_cpu", columns=OF_TALKING)
+def talking_heads_with_dropout(report: dict[str, Any]) -> Rows:
+    yield from _talking(report, "dropout")
+
+
+@table("talking_heads_cpu", columns=OF_TALKING)
+def talking_heads_with_bias(report: dict[str, Any]) -> Rows:
+    yield from _talking(report, "bias")
+
+
+@table(
+    "talking_heads_cpu_layers",
+    columns=[
+        "b, h, n, d",
+        "pass",
+        "SDPA",
+        "plain formula",
+        "blocked",
+        PEER,
+        "x-transformers flash",
+        f"{PEER} / blocked",
+    ],
+)
 def whole_layers(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "naive", "blocked", PEER, "x-transformers flash")
     for row, kept in pairs(report, "layers"):
         for mode in MODES:
             times = [(kept or row)[mode][name] for name in names]
-            text = f"{times[3] / times[2]:.1f}x" if kept is None else ratio(row, kept, in_times(mode, PEER, "blocked"))
+            text = f"{times[3] / times[2]:.1f}×" if kept is None else ratio(row, kept, in_times(mode, PEER, "blocked"))
             yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
 
 
-@table("results_serving.md", "serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4")
-def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+@table("talking_heads_cpu_layers", columns=["setting", "multi-head", "talking heads", "plain formula"])
+def talking_heads_training_step(report: dict[str, Any]) -> Rows:
+    for setting, part in zip(("default", "fixed"), views(report), strict=True):
+        base, *others = (
+            part["training_steps"]["milliseconds"][name] for name in ("MHA", "talking heads", "talking heads, eager")
+        )
+        yield [setting, f"{base:,.0f}", *(f"{each:,.0f} ({each / base:.2f}×)" for each in others)]
+
+
+@table(
+    "talking_heads_cpu",
+    columns=["n", *(f"{name}, {mode}" for name in ("plain formula", "blocked", "SDPA multi-head") for mode in MODES)],
+)
+def talking_heads_memory(report: dict[str, Any]) -> Rows:
+    for row in report["peak_memory"]:
+        peaks = (f"{row[mode][peer]:,.0f}" for peer in ("naive", "blocked", "sdpa") for mode in MODES)
+        yield [f"{row['shape'][2]:,}", *peaks]
+
+
+PEAK = "peak memory, last column"
+OF_T5 = ["engine", "batch 1, source 64, greedy", "batch 1, source 64, 4 beams", "batch 4, source 512, 4 beams", PEAK]
+
+
+def _serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     sizes = [pair for report in reports for pair in pairs(report, "runs")]
     (last, _) = sizes[-1]
     base, *others = last["milliseconds"]
@@ -353,41 +504,76 @@ def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
         yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
 
 
-@table("results_serving.md", "serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4")
+@table("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4", columns=OF_T5)
+def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    yield from _serving(*reports)
+
+
+@table("serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4", columns=OF_T5)
 def serving_with_amx(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from serving(*reports)
+    yield from _serving(*reports)
 
 
-@table("results_serving.md", "serving_t5-base_amx_batch4")
+@table("serving_t5-base_amx_batch4", columns=["engine", "batch 4, source 512, 4 beams", "peak memory"])
 def serving_t5_base(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from serving(report)
+    yield from _serving(report)
 
 
-@table("results_serving.md", "serving_opus-mt_cpu")
+@table(
+    "serving_t5-small_amx_batch4",
+    "serving_t5-base_amx_batch4",
+    columns=["engine", "T5-small", "T5-base"],
+)
+def serving_in_short(small: dict[str, Any], base: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    of_base = {row[0]: row[1] for row in _serving(base)}
+    names = {"transformers": "Transformers", "share_memory": "`share_memory`", "int8": "`quantize`"}
+    names |= {"share_memory, int8": "`share_memory` and `quantize`", "CTranslate2, int8": "CTranslate2 with int8"}
+    yield from ([names[name], times, of_base[name]] for name, times, _ in _serving(small) if name in names)
+
+
+@table(
+    "serving_opus-mt_cpu",
+    columns=["engine", "batch 1, greedy", "batch 1, 4 beams", "batch 8, greedy", "batch 8, 4 beams", PEAK],
+)
 def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from serving(report)
+    yield from _serving(report)
 
 
-@table("whisper.md", "serving_whisper-base_variants")
+@table("serving_whisper-base_variants", columns=["decoder", "greedy", "5 beams", "peak memory with 5 beams"])
 def converted_whispers(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from (row for row in serving(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
+    yield from (row for row in _serving(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
 
 
-@table("results_serving.md", "serving_whisper-base_cpu_batch1", "serving_whisper-base_cpu_batch4")
+@table(
+    "serving_whisper-base_cpu_batch1",
+    "serving_whisper-base_cpu_batch4",
+    columns=["engine", "batch 1, greedy", "batch 1, 5 beams", "batch 4, 5 beams", "peak memory, batch 1, 5 beams"],
+)
 def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    # The peaks are of batch 1 with beams; of batch 4 there are times alone.
+    # The peaks are from batch 1 with beams. The report of batch 4 has only times.
     peaks = one["runs"][-1]["peak_bytes"]
     for row in four["runs"]:
         row["peak_bytes"] = peaks
-    yield from serving(one, four)
+    yield from _serving(one, four)
+
+
+@table("serving_whisper-base_cpu_batch4", columns=["engine", "default", "fixed"])
+def serving_four_recordings(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    ((row, kept),) = pairs(report, "runs")
+    for name in row["milliseconds"]:
+        yield [name, *(f"{way['milliseconds'][name] / 1000:.1f}" for way in (row, kept))]
 
 
 RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
+BATCHES = [f"batch {size}, {how}" for size in (8, 16) for how in ("greedy", "5 beams")]
 
 
-@table("results_serving.md", *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS))
+@table(
+    *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS),
+    columns=["engine", *(f"{batch}, {setting}" for batch in BATCHES for setting in ("default", "fixed"))],
+)
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    """Seconds in both ways: engines that keep their own memory have no ratio that could be claimed."""
+    """Yield seconds under both settings, because no ratio is claimed for engines with an allocator of their own."""
     sizes = [way for report in reports for pair in pairs(report, "runs") for way in pair]
     for name in reports[0]["runs"][0]["milliseconds"]:
         found = [(way or {}).get("milliseconds", {}).get(name) for way in sizes]
@@ -395,11 +581,15 @@ def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]
 
 
 HEARD = ("greedy", "5beams", "5beams_batch16")
+OF_SPEECH = [f"batch {size}, {how}" for size in (1, 8, 16) for how in ("greedy", "5 beams")]
 
 
-@table("results_serving.md", *(f"transcription_whisper-base_amx_{part}" for part in HEARD))
+@table(
+    *(f"transcription_whisper-base_amx_{part}" for part in HEARD),
+    columns=["engine", *OF_SPEECH, "equal texts, greedy, 5 beams"],
+)
 def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    """Seconds with glibc as it is and with memory kept, greedily before beams; how many of the largest batch agree."""
+    """Yield seconds under the default and the fixed setting, and how many texts of the largest batch are equal."""
     runs = [pair for report in reports for pair in pairs(report, "runs")]
     runs.sort(key=lambda pair: (pair[0]["batch_size"], pair[0]["num_beams"]))
     for name in reports[0]["runs"][0]["milliseconds"]:

@@ -67,7 +67,7 @@ def _there(entry: list | dict | str) -> list | dict | str | None:
     if isinstance(entry, dict):
         return {title: kept for title, value in entry.items() if (kept := _there(value))}
     made = entry == "index.md" or (ROOT / "docs" / entry).with_suffix(".ipynb").is_file()
-    return entry if made or (ROOT / "docs" / entry).is_file() else None
+    return entry if made or (ROOT / _repository_path(entry)).is_file() else None
 
 
 def _linked(markdown: str, source: str) -> list[str]:

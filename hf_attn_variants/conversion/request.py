@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "METHODS", "ConversionRequest", "checked_dtype", "resolve_method"]
 
 logger = logging.getLogger(__name__)
-# What is lost without text, kept with it, and how to say that it is meant. The figures: docs/results_conversion.md
-# and, of latents, docs/conversion_appendix.md.
+# What is lost without text, kept with it, and how to say that it is meant. The figures: benchmarks/convert/README.md
+# and, of latents, benchmarks/convert/calibration_experiments.md.
 POOLED = (
     "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
     "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",

@@ -112,12 +112,12 @@ def test_memory_is_kept_by_both_variables_or_a_preloaded_allocator(monkeypatch):
 
 def test_the_smaller_ratio_is_claimed_and_both_are_said_where_they_differ(load):
     claimed = load("benchmarks.kept_memory").claimed
-    assert claimed(6.25, 2.11) == (2.11, "2.11x, glibc 6.25x")
-    assert claimed(1.50, 2.00) == (1.50, "1.50x, kept 2.00x")
-    assert claimed(1.10, 1.00) == (1.00, "1.00x")  # a tenth is not more than a tenth
-    assert claimed(1.111, 1.00) == (1.00, "1.00x, glibc 1.11x")
-    assert claimed(1.08, 1.20, is_cost=True) == (1.20, "1.20x, glibc 1.08x")  # of a cost, the larger
-    assert claimed(6.25, None) == (None, "6.25x, not kept")
+    assert claimed(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
+    assert claimed(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
+    assert claimed(1.10, 1.00) == (1.00, "1.00×")  # a tenth is not more than a tenth
+    assert claimed(1.111, 1.00) == (1.00, "1.00×, default 1.11×")
+    assert claimed(1.08, 1.20, is_cost=True) == (1.20, "1.20×, default 1.08×")  # of a cost, the larger
+    assert claimed(6.25, None) == (None, "6.25×, no claim")
 
 
 def reports(kept_usage):
@@ -141,14 +141,14 @@ def test_two_reports_become_one(load):
     assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
     assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
-    assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00x, glibc 6.00x")
+    assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
 
 
 def test_a_run_with_many_faults_does_not_count_as_kept(load):
     report = load("benchmarks.kept_memory").merged(*reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
-    assert line.kept is None and line.claim == (None, "6.00x, not kept") and line.text().endswith("no claim")
+    assert line.kept is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
     nowhere = load("benchmarks.kept_memory").merged(reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", nowhere)
@@ -159,9 +159,9 @@ def test_a_table_shows_what_is_claimed(load):
     tables = load("benchmarks.speed_tables")
     report = load("benchmarks.kept_memory").merged(*reports(FEW))
     ((row, kept),) = tables.pairs(report, "attention")
-    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00x, glibc 6.00x"
+    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00×, default 6.00×"
     ((row, kept),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
-    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "6.00x"
+    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "6.00×"
 
 
 def test_the_machine_is_described_and_not_named(load):
@@ -201,7 +201,7 @@ def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, mon
     assert "not recorded" in (work / "before/decode_tiny.json").read_text(encoding="utf-8")
     rows = (work / "claims.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(rows) == 3 and all(
-        row.startswith("| decode_tiny | MQA, batch 2") and row.count("x") >= 3 for row in rows
+        row.startswith("| decode_tiny | MQA, batch 2") and row.count("×") >= 3 for row in rows
     )
     capsys.readouterr()
     again()

@@ -8,7 +8,11 @@ import pytest
 from markdown_links import CODE, shown_links
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("model_cards/*.md")])
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "model_cards/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 A model compares two texts by heads that find the same word in the other one ("duplicate token heads", arXiv
 2211.00593, section 3). Shared keys and kernels blur what they find, the outputs on single texts hardly show it, and a
-fine-tuning on pairs then learns late or never (docs/conversion_appendix.md). Few layers have such a head, of MiniLM's
+fine-tuning on pairs then learns late or never (docs/what_did_not_help.md). Few layers have such a head, of MiniLM's
 six two. They can be seen in any text, for words come twice in single texts too. Of a layer with weights P:
 
     s(layer) = max over heads i of  mean over tokens t that occur again of  sum of P_i[t, u] over u != t with x_u = x_t

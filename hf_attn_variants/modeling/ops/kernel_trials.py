@@ -1,8 +1,9 @@
 """Kernels are tried before they are trusted: once for each kind of call, for the life of the process.
 
-They have run on one kind of GPU (docs/results_gpu.md), and compilers change. So before a kind of call (device, dtypes,
-head counts, masks) goes to a kernel for the first time, it computes a small one, which must agree with plain torch in
-float32 on the CPU. Where it fails, or disagrees, that kind of call stays with plain torch, and a warning says so.
+They have run on one kind of GPU (benchmarks/gpu/README.md), and compilers change. So before a kind of call (device,
+dtypes, head counts, masks) goes to a kernel for the first time, it computes a small one, which must agree with plain
+torch in float32 on the CPU. Where it fails, or disagrees, that kind of call stays with plain torch, and a
+warning says so.
 """
 
 from collections.abc import Callable

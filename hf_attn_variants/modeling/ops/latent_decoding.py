@@ -2,8 +2,8 @@
 
 In the absorbed form of `latent_attention` a step of a decoder reads one latent [b, 1, m, r], which is key and value of
 all heads. Torch's fused kernels on CUDA read it twice, and slowly where r > 256: in a batch of 64 they take three
-times as long as with keys and values of every head (docs/results_gpu.md). Letters as in `softmax_attention`; the n
-rows here are those of all heads and beams.
+times as long as with keys and values of every head (benchmarks/gpu/README.md). Letters as in `softmax_attention`; the
+n rows here are those of all heads and beams.
 
 A kind of call is tried first (`kernel_trials`): a small one must agree with the formula.
 

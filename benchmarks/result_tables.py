@@ -1,0 +1,86 @@
+"""Write the tables of the Markdown files from the JSON reports of the benchmarks.
+
+A Markdown file marks each such table by its name:
+
+    <!-- generated: decoding -->
+    | ... |
+    <!-- end -->
+
+Example:
+    python -m benchmarks.result_tables
+    python -m benchmarks.result_tables --check
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import quality_tables, speed_tables
+from hf_attn_variants.files import atomic_write
+
+__all__ = ["TABLES", "differences", "documents", "filled", "names_in"]
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = speed_tables.TABLES | quality_tables.TABLES
+# A block holds only empty lines and lines of a table, so that a lost end marker cannot remove text.
+BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:(?:\|.*)?\n)*<!-- end -->")
+
+
+def documents() -> list[Path]:
+    """Return the Markdown files that may have tables."""
+    return sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/*.md")])
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of the tables of a text."""
+    return [block[1] for block in BLOCK.finditer(text)]
+
+
+def filled(text: str) -> str:
+    """Return a text with its tables made from the reports.
+
+    Raises:
+        KeyError: if a text names a table that does not exist.
+    """
+
+    def block(match: re.Match) -> str:
+        table = TABLES[match[1]]
+        rows = speed_tables.markdown(table.columns, table.made())
+        return f"<!-- generated: {match[1]} -->\n\n{rows}\n\n<!-- end -->"
+
+    return BLOCK.sub(block, text)
+
+
+def differences() -> Iterator[str]:
+    """Yield a line for each file whose tables differ from the reports, and for each table that is in no file."""
+    shown: set[str] = set()
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        shown |= {*names_in(text)}
+        if filled(text) != text:
+            yield f"{path.relative_to(ROOT)} differs from the reports; run `python -m benchmarks.result_tables`"
+    yield from (f"No file has the table {name!r}." for name in TABLES if name not in shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a file would change"
+    )
+    args = parser.parse_args(arguments)
+    if not args.check:
+        for path in documents():
+            text = path.read_text(encoding="utf-8")
+            if filled(text) != text:
+                atomic_write(path, filled(text))
+                print(f"wrote {path.relative_to(ROOT)}")
+    found = [*differences()]
+    print("\n".join(found), end="\n" * bool(found))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
