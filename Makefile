@@ -15,7 +15,7 @@ help:
 	@echo "make test        run the tests, but for those that take longest"
 	@echo "make test-thorough  run the others, as CI does after make test"
 	@echo "make tree        write the tree of files in docs/tree.md"
-	@echo "make fields      write the tables of docs/fields.md"
+	@echo "make fields      write docs/fields.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style and types"
