@@ -39,13 +39,15 @@ GUIDES = {
 INTRODUCTION = """<!-- generated -->
 # Command line
 
-The command `attn-variants` runs all tasks of this package in a shell. This page contains the `--help` of each command. Use it to look up a flag.
+The command `attn-variants` runs all tasks of this package in a shell. This page contains the `--help` of each command.
+Use it to look up a flag.
 
 ```
 attn-variants inspect google-t5/t5-small --batch_size 32
 ```
 
-A misspelled flag causes an error that suggests a similar flag. See [troubleshooting](troubleshooting.md) for common messages.
+A misspelled flag causes an error that suggests a similar flag. See [troubleshooting](troubleshooting.md) for common
+messages.
 """
 
 
