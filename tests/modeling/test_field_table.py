@@ -67,9 +67,9 @@ def test_a_row_of_the_page_says_what_the_table_does():
 
 def test_what_cards_and_refusals_say_is_the_tables():
     said = {name: row_of(name)[1].on_card(prefix) for name, prefix in NAMES.items()}
-    assert said["cross_kv_lora_rank"] == "latent dimension of cross-attention"
-    assert said["encoder_attention_block_size"] == "block size (tokens) of the self-attention of the encoder"
-    assert said["attention_window"] == "window size (tokens) of self-attention"
+    assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
+    assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
+    assert said["attention_window"] == "window size (tokens) in self-attention"
     assert said["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
     refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
     assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}

@@ -51,7 +51,7 @@ PLACES = {
         attention="cross-attention",
         layer="the cross-attention of each decoder layer",
         here="cross-attention",
-        whose="all cross-attentions",
+        whose="all cross-attention modules",
         softmax="the softmax in cross-attention",
         token="source token",
     ),
@@ -150,7 +150,7 @@ FIELDS = (
         prefixes=ALL,
         facts=("latent", "by_layer"),
         one_for_all=("cross_",),
-        card="latent dimension of {here}",
+        card="latent dimension in {here}",
     ),
     Field("per_layer_values", dict, 'values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
     Field(
@@ -215,7 +215,7 @@ FIELDS = (
         "most recent ones",
         prefixes=STACKS,
         facts=("pattern", "by_layer"),
-        card="window size (tokens) of {here}",
+        card="window size (tokens) in {here}",
     ),
     Field(
         "attention_dilation",
@@ -239,7 +239,7 @@ FIELDS = (
         "block size in tokens of {attention}; for `strided`, the stride",
         prefixes=STACKS,
         facts=("pattern",),
-        card="block size (tokens) of {here}",
+        card="block size (tokens) in {here}",
     ),
     Field(
         "num_random_blocks",
