@@ -53,6 +53,9 @@ GENERATED = {"docs/command_line.md"}
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
 QUICK = {
     "README.md",
+    "docs/installation.md",
+    "docs/quickstart.md",
+    "docs/troubleshooting.md",
     "docs/fields.md",
     "docs/linear.md",
     "docs/uptraining.md",
@@ -71,7 +74,7 @@ NOT_RUN = {
     "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
 }
 # Local folders that a document may name before a command of it has made them; None: any.
-GIVEN: dict[str, set[str] | None] = {"README.md": set()}
+GIVEN: dict[str, set[str] | None] = {"README.md": set(), "docs/quickstart.md": set()}
 # The width of a T5 where a document speaks of a real one's; of others it is 32.
 WIDTHS = {("docs/latents.md", "google-t5/t5-small"): 512}
 # Names of Python blocks that the text around them introduces.

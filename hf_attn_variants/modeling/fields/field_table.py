@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     def words(self) -> dict[str, str]:
         """Return the words that a text may contain in braces."""
-        return {**self._asdict(), "owner": self.whose + ("'" if self.whose.endswith("s") else "'s")}
+        return self._asdict()
 
 
 PLACES = {
