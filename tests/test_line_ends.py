@@ -10,8 +10,8 @@ from hf_attn_variants.table_files import read_records
 from hf_attn_variants.text_files import read_lines, read_pairs
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll
-from hf_attn_variants.training.pretraining import text_shards
-from hf_attn_variants.training.pretraining.text_shards import TextFile
+from hf_attn_variants.training.pretraining import text_stream
+from hf_attn_variants.training.pretraining.text_stream import TextFile
 
 ENDS = ("\n", "\r\n", "\r", "\r\r\n")
 CONLL = ["\ufeffEU B-ORG", "rejects O", "", "Peter B-PER", "Blackburn I-PER"]
@@ -51,7 +51,7 @@ def test_tables(tmp_path, end):
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("most", [2**18, 16])
 def test_articles_and_their_offsets(tmp_path, monkeypatch, end, most):
-    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", most)
+    monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", most)
     file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
     found = list(file.articles())
     words = [text.split() for _, text in found]

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from hf_attn_variants.text_files import has_texts, is_table, read_columns, read_lines, read_pairs
-from hf_attn_variants.training.pretraining.text_shards import TextFile
+from hf_attn_variants.training.pretraining.text_stream import TextFile
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.cells import Cells, main
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.loop_settings import LoopSettings
 from hf_attn_variants.training.engine.losses import label_objective, plain_logits
+from hf_attn_variants.training.engine.settings import LoopSettings
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}

@@ -31,20 +31,19 @@ from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
 from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.training.classification.evaluation import classification_objective
+from hf_attn_variants.training.classification.task import classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_stream_dataloader,
     create_train_dataloader,
 )
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.loop_settings import LoopSettings
 from hf_attn_variants.training.engine.losses import Objective
-from hf_attn_variants.training.engine.masking import MaskedLMPreparation
-from hf_attn_variants.training.engine.tracking import library_versions
+from hf_attn_variants.training.engine.outputs import library_versions
+from hf_attn_variants.training.engine.settings import LoopSettings
+from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
-from hf_attn_variants.training.pretraining.text_shards import check_text_files
-from hf_attn_variants.training.pretraining.text_stream import TextStream, stack_rows
+from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "classification, a tiny model"

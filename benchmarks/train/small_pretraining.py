@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.pretraining.text_shards import TextFile
+from hf_attn_variants.training.pretraining.text_stream import TextFile
 
 __all__ = ["ROOT", "gate_scores", "main", "make_vocabulary", "parse_args", "run_script", "script", "shown"]
 

@@ -10,12 +10,12 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.table_files import parse_rows
-from hf_attn_variants.text_files import column_names, column_value
+from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
 from hf_attn_variants.text_lines import is_blank
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
 from hf_attn_variants.training.classification.labels import read_cell
-from hf_attn_variants.training.classification.splits import ClassificationSplit, make_rows
-from hf_attn_variants.training.engine import table_splits
-from hf_attn_variants.training.engine.table_splits import Record, Source, has_column, named_label, text_of
+from hf_attn_variants.training.engine import tables
+from hf_attn_variants.training.engine.tables import Record, Source, named_label, text_of
 
 # Names of columns that need no flag; choices may also be in ending0, ending1, ... and the like.
 NAMES = {
@@ -49,7 +49,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
         OSError: if a file or the dataset cannot be read.
         ValueError: if a column is missing or ambiguous, or a row is malformed; the message names the row.
     """
-    sources = table_splits.read_sources(settings)
+    sources = tables.read_sources(settings)
     first = next(iter(sources.values())).first
     names, columns = column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
@@ -90,7 +90,7 @@ def _counted(stem: str, there: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read(name: str, source: Source, columns: dict[str, Any]) -> list[Row]:
-    answer_column = table_splits.check_column(name, source, columns["answer_column"], "--answer_column")
+    answer_column = tables.check_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
@@ -100,7 +100,7 @@ def _read(name: str, source: Source, columns: dict[str, Any]) -> list[Row]:
         answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(Row(record, context, question, _choices_of(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
-    if name == "test" and len(answers) == 1 and answers <= table_splits.UNKNOWN:  # the answers of the Hub's test split
+    if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN:  # the answers of the Hub's test split
         rows = [replace(row, answer=None) for row in rows]
     return rows
 
@@ -108,8 +108,8 @@ def _read(name: str, source: Source, columns: dict[str, Any]) -> list[Row]:
 def _choices_of(record: Record, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row; the last of several columns may be blank."""
     for column in columns:
-        if not has_column(record, column):
-            raise table_splits.missing_column(record, column, "--choices_columns")
+        if not has_column(record.values, column):
+            raise missing_column(record.names_place, record.values, column, "--choices_columns")
     values: Any = [column_value(record.values, column) for column in columns]
     if len(columns) == 1:
         [values] = values

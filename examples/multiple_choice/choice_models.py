@@ -15,11 +15,10 @@ from torch.nn import functional
 from transformers import AutoModelForMultipleChoice, AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_attn_variants.training.classification.splits import ClassificationSplit
+from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.losses import Objective, label_objective, plain_logits, target_logits
-from hf_attn_variants.training.engine.models import check_trained_head, load_model
-from hf_attn_variants.training.engine.new_model import check_end_token
+from hf_attn_variants.training.engine.models import check_end_token, check_trained_head, load_model
 from hf_attn_variants.training.engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
 
 HEAD = "ForMultipleChoice"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_attn_variants.training import FineTuningTask
-from hf_attn_variants.training.classification.evaluation import EvalSet
-from hf_attn_variants.training.classification.splits import ClassificationSplit, hash_rows, make_rows
+from hf_attn_variants.training.classification.data import ClassificationSplit, hash_rows, make_rows
+from hf_attn_variants.training.classification.task import EvalSet
 from hf_attn_variants.training.engine.dataloaders import prepare_eval_dataloader
-from hf_attn_variants.training.engine.evaluation import Scores, run_rows
+from hf_attn_variants.training.engine.finetune import Scores, run_rows
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.models import load_config
 

@@ -13,9 +13,8 @@ from superglue_tasks import DATASET, get_task
 from torch import nn
 
 from hf_attn_variants.training import FineTuningTask
-from hf_attn_variants.training.classification.base import NO_ROWS, SequenceClassification
-from hf_attn_variants.training.classification.evaluation import EvalSet, LogitsEvaluator
-from hf_attn_variants.training.classification.splits import ClassificationSplit, make_rows
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
+from hf_attn_variants.training.classification.task import NO_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
 from hf_attn_variants.training.engine.models import load_config
 
 

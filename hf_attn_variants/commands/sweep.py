@@ -99,7 +99,7 @@ def _check_models(runs: Sequence[Any]) -> None:
     Raises:
         ValueError: if a file does not exist, or the configuration does not describe a model.
     """
-    from ..training.engine.new_model import check_new_model
+    from ..training.engine.models import check_new_model
     from ..training.engine.settings import NewModelSettings
 
     for run in {run.contestant: run for run in runs}.values():  # a seed does not change the model
@@ -128,7 +128,7 @@ def _write(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, An
     from ..files import atomic_write
     from ..pictures import write_picture
     from ..sweep.results import collect, draw_sweep, markdown
-    from ..training.engine.folder_lock import held_folder
+    from ..training.engine.checkpoints import held_folder
 
     with held_folder(str(output_dir)):  # another call would write older results over these
         for folder in folders:

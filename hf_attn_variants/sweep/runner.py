@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
-from ..training.engine.checkpoints import list_checkpoints
-from ..training.engine.folder_lock import FolderInUseError, held_folder
+from ..training.engine.checkpoints import FolderInUseError, held_folder, list_checkpoints
 from .plan import CONVERTED, TRAINED, Run
 
 __all__ = ["LOG_NAME", "RunFolder"]

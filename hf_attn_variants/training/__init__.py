@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from .glue.task import GlueFineTuning
     from .ner.settings import NerSettings
     from .ner.task import NerFineTuning
-    from .pretraining.run_mlm import pretrain_masked_lm
-    from .pretraining.run_span_corruption import pretrain_span_corruption
+    from .pretraining.masked_lm import pretrain_masked_lm
     from .pretraining.settings import MaskedLMSettings, SpanCorruptionSettings
+    from .pretraining.span_corruption import pretrain_span_corruption
     from .seq2seq.settings import Seq2SeqSettings
     from .seq2seq.task import Seq2SeqFineTuning
     from .squad.settings import SquadSettings

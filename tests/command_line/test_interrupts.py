@@ -12,8 +12,8 @@ import pytest
 
 from hf_attn_variants import cli, interrupts
 from hf_attn_variants.errors import run_script
-from hf_attn_variants.training.engine import stop_signals
-from hf_attn_variants.training.engine.stop_signals import StopSignals
+from hf_attn_variants.training.engine import checkpoints
+from hf_attn_variants.training.engine.checkpoints import StopSignals
 
 ROOT = Path(__file__).parents[2]
 # Stands before the real one on the path: Ctrl-C comes when the package imports transformers.
@@ -124,7 +124,7 @@ def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             assert signals.number == signal.SIGINT
-            monkeypatch.setattr(stop_signals, "SAME_CTRL_C", -1.0)
+            monkeypatch.setattr(checkpoints, "SAME_CTRL_C", -1.0)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -12,9 +12,9 @@ from datasets import List as ListFeature
 from run_multiple_choice import parse_args
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.classification.splits import ClassificationSplit
-from hf_attn_variants.training.engine import hub_datasets
-from hf_attn_variants.training.engine.table_splits import Record
+from hf_attn_variants.training.classification.data import ClassificationSplit
+from hf_attn_variants.training.engine import tables
+from hf_attn_variants.training.engine.tables import Record
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkey
     row = {name: name for name in texts}
     splits = {"train": [{**row, "label": 3}], "validation": [{**row, "label": 0}], "test": [{**row, "label": -1}]}
     hub = DatasetDict({name: Dataset.from_list(rows, features=features) for name, rows in splits.items()})
-    monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
+    monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
     found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
     assert found["train"].data["label"][:] == [3] and found["validation"].data["label"][:] == [0]
     assert "label" not in found["test"].data.column_names and len(found["test"]) == 1
@@ -94,7 +94,7 @@ def test_nested_choices_are_found(monkeypatch):
     )
     row = {"question": "Why?", "choices": {"text": ["so", "not"], "label": ["A", "B"]}, "answerKey": "B"}
     hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
-    monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: hub)
+    monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
     found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
     assert rows_of(found["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 

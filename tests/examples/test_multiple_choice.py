@@ -17,7 +17,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import model_card
-from hf_attn_variants.training.engine.throughput import TrainingCost
+from hf_attn_variants.training.engine.loop import TrainingCost
 
 SCRIPT = "../examples/multiple_choice/run_multiple_choice"
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")

@@ -8,8 +8,8 @@ from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.processes import run_processes
 
 from hf_attn_variants import cli
-from hf_attn_variants.training.engine import folder_lock
-from hf_attn_variants.training.engine.folder_lock import held_folder
+from hf_attn_variants.training.engine import checkpoints
+from hf_attn_variants.training.engine.checkpoints import held_folder
 
 
 def at_once(*calls):
@@ -103,7 +103,7 @@ TRAININGS = {
 @pytest.mark.parametrize("command", TRAININGS)
 @pytest.mark.parametrize("resumes", [False, True])
 def test_no_training_goes_into_a_folder_where_another_one_is(bert, tmp_path, monkeypatch, capfd, command, resumes):
-    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     out = tmp_path / "out"
     (out / "checkpoint-1").mkdir(parents=True)
     (out / "checkpoint-1" / "train_state.json").write_text("{}")

@@ -14,7 +14,7 @@ from relatives import RELATIVES
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
 from hf_attn_variants.modeling.fields.given_fields import wrong_name
-from hf_attn_variants.training.engine.new_model import _check_names
+from hf_attn_variants.training.engine.models import _check_names
 
 pytestmark = pytest.mark.cross_product
 

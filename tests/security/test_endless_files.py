@@ -14,7 +14,7 @@ from hf_attn_variants.open_files import GROWTH_BEGINS, open_file, read_file
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll
-from hf_attn_variants.training.pretraining.text_shards import check_text_files, hash_files
+from hf_attn_variants.training.pretraining.text_stream import check_text_files, hash_files
 from hf_attn_variants.training.squad.data import read_squad
 
 SECONDS = 5

@@ -24,7 +24,7 @@ from hf_attn_variants.model_history import read_history
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.classification.data import load_classification_data
 from hf_attn_variants.training.classification.settings import ClassificationSettings
-from hf_attn_variants.training.engine.tracking import read_log
+from hf_attn_variants.training.engine.outputs import read_log
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll
 from hf_attn_variants.training.squad.data import read_squad

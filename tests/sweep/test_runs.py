@@ -17,8 +17,8 @@ from fixtures.kills import draw_points
 from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
 from hf_attn_variants.sweep.results import draw_sweep, markdown
-from hf_attn_variants.training.engine import folder_lock
-from hf_attn_variants.training.engine.folder_lock import held_folder
+from hf_attn_variants.training.engine import checkpoints
+from hf_attn_variants.training.engine.checkpoints import held_folder
 
 # Of a run these differ from one time to the next.
 TIMES = ("runtime", "per_second", "date", "arguments")
@@ -271,7 +271,7 @@ def test_calls_share_the_runs(undisturbed, sweep_file, tmp_path):
 @pytest.fixture
 def half_done(undisturbed, tmp_path, monkeypatch):
     """A sweep without its last run, whose lock nobody waits for."""
-    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     shutil.copytree(undisturbed, tmp_path / "out")
     shutil.rmtree(tmp_path / "out/runs/grouped/seed-1")
     return tmp_path / "out"
@@ -298,7 +298,7 @@ def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbe
 
 
 def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, monkeypatch):
-    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     with held_folder(str(undisturbed)):
         assert run(sweep_file, undisturbed) == 2
     assert "is in use" in capsys.readouterr().err

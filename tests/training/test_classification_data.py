@@ -12,8 +12,11 @@ from datasets import List as ListFeature
 from sklearn.utils.class_weight import compute_class_weight
 
 from hf_attn_variants.commands.classify import parse_args
-from hf_attn_variants.training.classification.columns import find_label_column, find_text_columns
-from hf_attn_variants.training.classification.data import load_classification_data
+from hf_attn_variants.training.classification.data import (
+    find_label_column,
+    find_text_columns,
+    load_classification_data,
+)
 from hf_attn_variants.training.classification.labels import (
     LabelScheme,
     class_weights,
@@ -22,7 +25,7 @@ from hf_attn_variants.training.classification.labels import (
     sorted_names,
 )
 from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from hf_attn_variants.training.engine import hub_datasets
+from hf_attn_variants.training.engine import tables
 
 NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type=None)
 
@@ -471,7 +474,7 @@ def test_a_run_that_only_evaluates_has_the_models_labels(load):
 @pytest.fixture
 def load_source(monkeypatch):
     def call(splits, *flags, config=NO_CLASSIFIER):
-        monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: DatasetDict(splits))
+        monkeypatch.setattr(tables, "load_dataset", lambda name, config: DatasetDict(splits))
         argv = ["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]
         return load_classification_data(parse_args(argv), config)
 
@@ -520,7 +523,7 @@ def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
     def fail(name, config):
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(hub_datasets, "load_dataset", fail)
+    monkeypatch.setattr(tables, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
     with pytest.raises(OSError, match=r"cannot load --dataset_name nowhere/none \(RuntimeError: no network\); give"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)

@@ -10,14 +10,19 @@ from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_attn_variants.training.classification import confusion
-from hf_attn_variants.training.classification.confusion import draw_confusion, shown_name
-from hf_attn_variants.training.classification.evaluation import classification_objective, labels_of_model
+from hf_attn_variants.training.classification import metrics
 from hf_attn_variants.training.classification.labels import LabelScheme
-from hf_attn_variants.training.classification.metrics import Predictions, score, score_details
+from hf_attn_variants.training.classification.metrics import (
+    Predictions,
+    draw_confusion,
+    score,
+    score_details,
+    shown_name,
+)
 from hf_attn_variants.training.classification.settings import METRICS, MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from hf_attn_variants.training.engine.loop_settings import greater_is_better
+from hf_attn_variants.training.classification.task import classification_objective, labels_of_model
 from hf_attn_variants.training.engine.models import LabelMap
+from hf_attn_variants.training.engine.settings import greater_is_better
 
 
 def made(kind, classes, rows=60, seed=0):
@@ -192,7 +197,7 @@ def test_a_name_is_shown_in_one_short_line():
 
 def test_numbers_stand_in_the_cells_and_names_beside_them(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(confusion, "write_picture", lambda path, draw, **options: drawn.append(draw()))
+    monkeypatch.setattr(metrics, "write_picture", lambda path, draw, **options: drawn.append(draw()))
     draw_confusion([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.

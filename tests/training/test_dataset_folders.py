@@ -11,7 +11,7 @@ from hf_attn_variants.commands.classify import parse_args
 from hf_attn_variants.training.classification.data import load_classification_data
 from hf_attn_variants.training.ner.data import load_sentences
 from hf_attn_variants.training.pretraining.settings import TextSettings
-from hf_attn_variants.training.pretraining.text_sources import open_text
+from hf_attn_variants.training.pretraining.text_stream import open_text
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
 
 OUT = ("m", "--output_dir", "o")

@@ -10,10 +10,13 @@ from torch.nn import functional
 
 from hf_attn_variants.answers import Answer, answer_of
 from hf_attn_variants.training.engine.losses import token_cross_entropy
-from hf_attn_variants.training.uptraining import distillation
-from hf_attn_variants.training.uptraining.distillation import (
+from hf_attn_variants.training.engine.models import named_attentions, select_trainable
+from hf_attn_variants.training.uptraining import objective
+from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,
     Teacher,
+    TermWeights,
+    UptrainingObjective,
     check_teacher,
     embedding_distance,
     labels_divergence,
@@ -21,8 +24,6 @@ from hf_attn_variants.training.uptraining.distillation import (
     logits_divergence,
     scores_error,
 )
-from hf_attn_variants.training.uptraining.objective import TermWeights, UptrainingObjective
-from hf_attn_variants.training.uptraining.trainable import named_attentions, select_trainable
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
@@ -147,7 +148,7 @@ def test_padding_is_no_answer(dtype, temperature):
     spans = [random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
     inputs = {"attention_mask": MASK}
     outputs = [types.SimpleNamespace(start_logits=pair[:, 0], end_logits=pair[:, 1]) for pair in spans]
-    masked = [distillation._span_logits(inputs, output) for output in outputs]
+    masked = [objective._span_logits(inputs, output) for output in outputs]
     sums, items = logits_divergence(*masked, torch.ones(2, 2), temperature)
     assert items.tolist() == [2, 2]
     student, teacher = (pair[0, :, :3].float() for pair in spans)  # the first example has three tokens

@@ -3,7 +3,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
-from hf_attn_variants.training.classification.splits import ClassificationSplit, tokenize_split
+from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
 from hf_attn_variants.training.engine.tokenizers import fit_token_types
 from hf_attn_variants.training.glue.data import load_ax, load_glue, read_tsv
 

@@ -21,7 +21,7 @@ from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.errors import TerminatedError
 from hf_attn_variants.training.engine import session
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.glue.evaluation import GlueEvaluator
+from hf_attn_variants.training.glue.task import GlueEvaluator
 
 
 @pytest.fixture
@@ -433,7 +433,7 @@ def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run,
         signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(TrainingLoop, "_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
-        loading.setattr("hf_attn_variants.training.classification.base.load_tokenizer", at_start)
+        loading.setattr("hf_attn_variants.training.classification.task.load_tokenizer", at_start)
         with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; nothing was changed$"):
             run(*flags)
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4

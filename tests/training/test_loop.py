@@ -20,9 +20,9 @@ from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_scr
 from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.loop_settings import total_training_steps
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.outputs import save_bad_batch
+from hf_attn_variants.training.engine.settings import total_training_steps
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_attn_variants.training.glue.metrics import compute_metrics
+from hf_attn_variants.training.glue.task import compute_metrics
 
 
 def test_values_by_hand():

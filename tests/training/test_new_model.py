@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
-from hf_attn_variants.training.engine.new_model import load_or_make_model, new_config, read_overrides
+from hf_attn_variants.training.engine.models import load_or_make_model, new_config, read_overrides
 
 NAMES = [name for row in FIELDS for name in row.names]
 SIZES = {

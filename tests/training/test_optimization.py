@@ -146,6 +146,6 @@ def test_warmup_ratio_and_its_limits():
 
 
 def test_a_run_without_steps_has_no_warmup():
-    from hf_attn_variants.training.engine.optimization import warmup_steps
+    from hf_attn_variants.training.engine.settings import warmup_steps
 
     assert warmup_steps(replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=0) == 0

@@ -37,7 +37,7 @@ from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.losses import label_objective
 from hf_attn_variants.training.pretraining.causal_lm import CausalLMPreparation, causal_lm_sums, causal_logits
-from hf_attn_variants.training.pretraining.context_check import shuffle_positions
+from hf_attn_variants.training.pretraining.task import shuffle_positions
 
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
 SIZES = {

@@ -45,11 +45,11 @@ from hf_attn_variants.commands.pretrain import main, parse_args
 from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.masking import MaskedLMPreparation, word_starts
-from hf_attn_variants.training.engine.new_model import new_config
+from hf_attn_variants.training.engine.models import new_config
+from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, word_starts
 from hf_attn_variants.training.engine.tokenizers import vocabulary_size
-from hf_attn_variants.training.pretraining.context_check import attention_zeroed, context_results, shuffle_positions
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
+from hf_attn_variants.training.pretraining.task import attention_zeroed, context_results, shuffle_positions
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"

@@ -16,8 +16,7 @@ from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.pretraining import task as pretraining_task
-from hf_attn_variants.training.pretraining.text_shards import TextFile
-from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER, TextStream
+from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER, TextFile, TextStream
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 SIZES = {

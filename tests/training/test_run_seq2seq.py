@@ -13,7 +13,7 @@ from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import trained
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
-from hf_attn_variants.training.seq2seq.evaluation import Decoder, Seq2SeqEvaluator
+from hf_attn_variants.training.seq2seq.task import Decoder, Seq2SeqEvaluator
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import trained
-from hf_attn_variants.training.squad.data import read_squad
+from hf_attn_variants.training.squad.data import checked_stride, make_windows, read_squad, window_collator
 from hf_attn_variants.training.squad.metrics import compute_squad
-from hf_attn_variants.training.squad.windows import checked_stride, make_windows, window_collator
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from fixtures.squad import write_questions
 
 from hf_attn_variants.commands.seq2seq import parse_args
 from hf_attn_variants.glue_tasks import TASKS
+from hf_attn_variants.training.seq2seq.data import format_glue, format_label, load_task, parse_texts
 from hf_attn_variants.training.seq2seq.settings import TEXT_TASKS
-from hf_attn_variants.training.seq2seq.worded_tasks import format_glue, format_label, load_task, parse_texts
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantT5Config
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import takes_global_mask
-from hf_attn_variants.training.squad.answers import find_predictions, nbest_entries
-from hf_attn_variants.training.squad.data import Answer, Question, read_squad
-from hf_attn_variants.training.squad.windows import NO_ANSWER, make_windows, window_collator
+from hf_attn_variants.training.squad.data import NO_ANSWER, Answer, Question, make_windows, read_squad, window_collator
+from hf_attn_variants.training.squad.metrics import find_predictions, nbest_entries
 
 LENGTH, STRIDE, QUERY = 16, 4, 6
 

@@ -15,10 +15,17 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
-from hf_attn_variants.training.pretraining import text_shards
+from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining import text_stream as text_data
-from hf_attn_variants.training.pretraining.text_shards import DatasetRows, TextFile, check_text_files, hash_files
-from hf_attn_variants.training.pretraining.text_stream import TextStream, pack_blocks, read_blocks
+from hf_attn_variants.training.pretraining.text_stream import (
+    DatasetRows,
+    TextFile,
+    TextStream,
+    check_text_files,
+    hash_files,
+    pack_blocks,
+    read_blocks,
+)
 
 # Of the Gettysburg Address: real sentences, two articles a file.
 ARTICLES = [
@@ -75,7 +82,7 @@ def assert_goes_on_from_any_block(shards, *settings):
 
 
 def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", 60)
+    monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(line for text in ARTICLES for line in text.splitlines()))
     articles = list(TextFile(path).articles())
@@ -86,7 +93,7 @@ def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, mon
 
 @pytest.mark.parametrize("word", ["Schnee", "雪"], ids=["words", "none"])
 def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_shards, "MAX_ARTICLE_BYTES", 60)
+    monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "line.txt"
     path.write_text((" ".join if word.isascii() else "".join)([word] * 100), encoding="utf-8")
     articles = list(TextFile(path).articles())

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from hf_attn_variants.training.pretraining import text_sources
+from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
-from hf_attn_variants.training.pretraining.text_sources import open_text_sources
+from hf_attn_variants.training.pretraining.text_stream import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]
 
@@ -68,7 +68,7 @@ def test_an_evaluation_needs_a_split(open_folder, flag):
 
 
 def test_a_revision_on_the_hub_is_another_text():
-    one, other = (text_sources._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
+    one, other = (text_stream._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
     assert one != other
 
 

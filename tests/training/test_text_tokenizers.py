@@ -8,8 +8,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from hf_attn_variants.commands import seq2seq, uptrain
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
-from hf_attn_variants.training.seq2seq.metrics import score_texts
-from hf_attn_variants.training.seq2seq.text_tokenizers import choose_tokenizer
+from hf_attn_variants.training.seq2seq.metrics import choose_tokenizer, score_texts
 
 JAPANESE = "ja-mecab" if all(map(importlib.util.find_spec, ("MeCab", "ipadic"))) else "char"
 TEXTS = {

@@ -1,33 +1,186 @@
-"""Reads tables, or a `datasets` source, as splits of texts and labels."""
+"""Tables and `datasets` sources as splits of texts and labels, and the columns that hold them."""
 
+import hashlib
+import json
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from transformers import PreTrainedConfig
+from datasets import Dataset
+from datasets.table import InMemoryTable
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...table_files import row_place
 from ...text_files import column_names, column_value
 from ...text_lines import is_blank
-from ..engine.recorded_columns import absent_column, with_recorded_columns
-from ..engine.table_splits import (
+from ..engine.tables import (
     UNKNOWN,
     Source,
+    absent_column,
     check_column,
     named_label,
     read_sources,
     text_of,
+    with_recorded_columns,
 )
-from .columns import find_label_column, find_text_columns
 from .labels import Cell, LabelScheme, check_names, counted, listed, look, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
-from .splits import ClassificationSplit, make_rows
 
-__all__ = ["ClassificationData", "load_classification_data"]
+__all__ = [
+    "ClassificationData",
+    "ClassificationSplit",
+    "find_label_column",
+    "find_text_columns",
+    "hash_rows",
+    "load_classification_data",
+    "make_rows",
+    "tokenize_split",
+]
 
 logger = logging.getLogger(__name__)
+
+# Of pairs, of single texts, and of labels; what stands in an earlier row of LABELS goes before the later ones.
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("text", "text_pair"),
+    ("question", "sentence"),
+)
+TEXTS = ("text", "sentence", "content", "document", "review", "comment", "tweet", "body")
+LABELS = (
+    ("label", "labels"),
+    ("class", "category", "target", "score", "rating", "stars", "sentiment", "intent", "topic"),
+)
+
+
+def find_text_columns(record: dict[str, Any], place: str, but: str | None = None) -> tuple[str, ...]:
+    """Return the columns of a row that are called as texts often are, one or the two of pairs; case does not count.
+
+    Args:
+        record: the row.
+        place: where it is.
+        but: the column of labels, which is none of texts.
+
+    Raises:
+        ValueError: if there are none, or more than one choice; the message lists the columns that are there.
+    """
+    there = _by_lower_name(record, but)
+    pairs = [pair for pair in PAIRS if all(name in there for name in pair)]
+    in_pairs = {name for pair in pairs for name in pair}
+    singles = [(name,) for name in TEXTS if name in there and name not in in_pairs]
+    found = [*pairs, *singles]
+    if len(found) != 1:
+        choices = " or ".join(" and ".join(there[name] for name in names) for names in found)
+        what = f"the texts may be in {choices}" if found else "no column is called as texts often are"
+        raise ValueError(f"{place}: {what}; {_listed(record)}: name one, or two of pairs, with --text_columns")
+    return tuple(there[name] for name in found[0])
+
+
+def find_label_column(record: dict[str, Any], place: str, but: Sequence[str], needed: bool = True) -> str | None:
+    """Return the column of a row that is called as labels often are; errors as of `find_text_columns`.
+
+    Args:
+        record, place: the row, and where it is.
+        but: the columns of texts, which are none of labels.
+        needed: False: None where there is no such column.
+    """
+    there = _by_lower_name(record, *but)
+    for names in LABELS:
+        found = [there[name] for name in names if name in there]
+        if len(found) > 1:
+            raise ValueError(
+                f"{place}: the labels may be in {' or '.join(found)}; {_listed(record)}: name one with --label_column"
+            )
+        if found:
+            return found[0]
+    if needed:
+        raise ValueError(
+            f"{place}: no column is called as labels often are; {_listed(record)}: name one with --label_column"
+        )
+    return None
+
+
+def _by_lower_name(record: dict[str, Any], *but: str | None) -> dict[str, str]:
+    """Return the columns by their names in small letters; of two that differ in case alone, the one so written."""
+    names = [str(name) for name in record if name not in but]
+    lowered = [name.strip().lower() for name in names]
+    return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
+
+
+def _listed(record: dict[str, Any]) -> str:
+    return f"its columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
+
+
+@dataclass
+class ClassificationSplit:
+    """The rows of one split."""
+
+    name: str  # the Hub's: "train", "validation_matched", "test", ...
+    # Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index`: the row's number, in GLUE the
+    # submission's. Rows of a user's tables have their `file` and `line` as well.
+    data: Dataset
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def first(self, count: int | None) -> Self:
+        """Return the split's first `count` rows, with None all of them."""
+        return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
+
+    def where(self, number: int) -> str:
+        """Say where a row, counted from 0, comes from."""
+        names = [name for name in ("file", "line", "index") if name in self.data.column_names]
+        row = self.data.select_columns(names)[number]
+        return row_place(row.get("file", self.name), row.get("line"), row.get("index", number))
+
+
+def make_rows(columns: dict[str, list]) -> Dataset:
+    """Make rows in memory, of columns of one length.
+
+    Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
+    in a folder that is not named site-packages.
+    """
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
+
+
+def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
+    """Return a short hash of a split's texts and labels, in their order."""
+    columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
+    data = split.data.select_columns(columns)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(data), chunk):
+        rows = data[start : start + chunk]
+        digest.update(json.dumps([rows[name] for name in columns]).encode())
+    return digest.hexdigest()
+
+
+def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Tokenise a split without padding; that is done per batch. The longer text of a pair is cut first.
+
+    Return the tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
+    """
+    pair = "text2" in split.data.column_names
+
+    def encode(rows: dict) -> dict:
+        texts = (rows["text1"], rows["text2"]) if pair else (rows["text1"],)
+        encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length, padding=False))
+        encoded["length"] = [len(ids) for ids in encoded["input_ids"]]
+        return encoded
+
+    unused = [name for name in split.data.column_names if name != "label"]
+    # A longer name than this leaves no room for the bar in 80 columns.
+    shown = f"{split.name.replace('validation', 'dev')} tokens"
+    data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
+    if full := sum(length == max_length for length in data["length"]):
+        message = "%s: %d of %d examples fill --max_length %d and may have been cut"
+        logger.info(message, split.name, full, len(data), max_length)
+    return data
 
 
 @dataclass(frozen=True)

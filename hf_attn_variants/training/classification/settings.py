@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option, parse_json
-from ..engine.table_settings import TableSettings
+from ..engine.settings import TableSettings
 
 __all__ = [
     "METRICS",

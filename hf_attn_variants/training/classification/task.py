@@ -1,28 +1,239 @@
-"""Classification and regression on a user's own tables: their splits, scores, predictions and confusion matrices."""
+"""Classification and regression on a user's own tables: objective, evaluation, scores and predictions."""
 
 import json
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
 from ...files import CONFUSION_FILE
-from ..engine.models import model_name
+from ..engine.dataloaders import prepare_eval_dataloader
+from ..engine.finetune import FineTuningTask, Scores, run_rows
+from ..engine.losses import Objective, plain_logits
+from ..engine.models import LabelMap, check_trained_head, load_classifier, load_config, model_name
 from ..engine.options import check_metric
-from .base import NO_ROWS, SequenceClassification
-from .confusion import MOST_DRAWN, draw_confusion
-from .data import load_classification_data
-from .evaluation import EvalSet, LogitsEvaluator
+from ..engine.settings import FineTuningSettings
+from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
+from .data import ClassificationSplit, hash_rows, load_classification_data, make_rows, tokenize_split
 from .labels import LabelScheme, class_weights
-from .metrics import Predictions, score, score_details
+from .metrics import MOST_DRAWN, Predictions, draw_confusion, score, score_details
 from .settings import METRICS, MULTI_LABEL, REGRESSION, ClassificationSettings
-from .splits import ClassificationSplit
 
-__all__ = ["ClassificationFineTuning"]
+__all__ = [
+    "NO_ROWS",
+    "ClassificationFineTuning",
+    "EvalSet",
+    "LogitsEvaluator",
+    "SequenceClassification",
+    "classification_objective",
+    "labels_of_model",
+]
+
+
+def classification_objective(weights: Tensor | None = None) -> Objective:
+    """Return the loss of a classifier, summed over examples; what it is, the labels of a batch say.
+
+    Class ids [b]: cross-entropy, an example's times its class's weight. One number each, [b]: the squared error. One 0
+    or 1 a label, [b, L]: the mean over the labels of the binary cross-entropy, in which a label that an example has
+    weighs as much as `weights` says.
+
+    Args:
+        weights: one a label [L], in the order of the model's outputs; None: 1 each.
+    """
+    return Objective(
+        loss_sum=lambda model, batch: loss_sum(plain_logits(model, batch).float(), batch["labels"], weights),
+        count=lambda batch: len(batch["labels"]),
+    )
+
+
+def loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the loss of `classification_objective`, from logits [b, L]."""
+    weights = None if weights is None else weights.to(logits.device)
+    if labels.dim() == 2:
+        losses = functional.binary_cross_entropy_with_logits(
+            logits, labels.float(), pos_weight=weights, reduction="none"
+        )
+        return losses.mean(-1).sum()
+    if labels.is_floating_point():
+        return functional.mse_loss(logits.squeeze(-1), labels.float(), reduction="sum")
+    return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
+
+
+def labels_of_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
+    """Return labels in the task's order, class ids [rows] or one 0 or 1 a label [rows, L], in that of the outputs."""
+    if labels.ndim == 2:
+        return labels[:, list(label_map.to_task)]
+    return labels if labels.dtype.kind == "f" else np.asarray(label_map.to_model)[labels]
+
+
+@dataclass
+class EvalSet:
+    """A tokenised split to evaluate or predict: its rows are run longest first, `order` says which row came when."""
+
+    split: ClassificationSplit
+    loader: DataLoader
+    order: Sequence[int]
+    labels: Any  # in the task's order; None where there are none
+
+
+class LogitsEvaluator(Scores, ABC):
+    """Evaluates dev splits by the logits of their rows; keeps what a task makes of them."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        sets: list[EvalSet],
+        label_map: LabelMap,
+        settings: FineTuningSettings,
+        weights: Tensor | None = None,
+    ):
+        super().__init__(self._scores)
+        self.accelerator, self.model, self.sets = accelerator, model, sets
+        self.label_map, self.settings, self.weights = label_map, settings, weights
+
+    @abstractmethod
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        """Return a split's metrics from its logits [rows, labels], which are in the order of the model's outputs."""
+
+    def _scores(self) -> dict[str, float]:
+        """Return the metrics of every dev split; those of a second one (MNLI mismatched) end in `_mm`."""
+        metrics: dict[str, float] = {}
+        for i, eval_set in enumerate(self.sets):
+            logits = self.predict_logits(eval_set)
+            values = self.score(eval_set, logits)
+            values["loss"] = self._loss(eval_set, logits)
+            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
+        return metrics
+
+    def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
+        """Return the logits of a split [rows, labels], in the rows' order."""
+        loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
+        return run_rows(self.accelerator, self.model, loader, order, self._logits, name, self.settings)[0]
+
+    def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        return (plain_logits(self.model, batch).float(),)
+
+    def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
+        labels = labels_of_model(np.asarray(eval_set.labels), self.label_map)
+        return float(loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
+
+
+SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
+EvaluatorT = TypeVar("EvaluatorT", bound=LogitsEvaluator)
+NO_ROWS = ClassificationSplit("train", make_rows({}))
+
+
+class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
+    """A training of a classifier, or of a regressor, of texts or pairs of texts.
+
+    A task's `__init__` calls `fit_tokenizer` and sets the attributes below.
+
+    Attributes:
+        labels: the names of the classes in the order of their ids; None for a regression.
+        problem_type: transformers' name of it.
+        train: the training rows; none for a run that only evaluates.
+        dev_splits: those that are evaluated; the first one decides.
+        weights: one a label, in the order of `labels`; `load_model` sets `output_weights`, in that of the outputs.
+    """
+
+    labels: Sequence[str] | None
+    problem_type: str
+    train: ClassificationSplit
+    dev_splits: list[ClassificationSplit]
+    weights: Tensor | None = None
+
+    def __init__(self, settings: SettingsT, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config = load_config(settings)
+        check_trained_head(settings, self.config, "ForSequenceClassification", "classifies texts")
+        self.tokenizer = load_tokenizer(settings, self.config)
+
+    def fit_tokenizer(self, pair: bool) -> None:
+        """Make the tokenizer fit the model, and check the length of texts, or of pairs of them.
+
+        Raises:
+            ValueError: if the tokenizer cannot be made to fit, or the length.
+        """
+        fit_token_types(self.tokenizer, self.config)
+        close_texts(self.tokenizer, self.config, pair)
+        length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
+        check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
+        self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
+
+    def load_model(self) -> PreTrainedModel:
+        model, self.label_map = load_classifier(
+            self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
+        )
+        self.output_weights = None if self.weights is None else self.weights[list(self.label_map.to_task)]
+        tokenized = self._training_rows(self.train)
+        self.token_counts = tokenized["length"]
+        self.rows = tokenized.remove_columns("length")
+        return model
+
+    def lengths(self) -> list[int]:
+        return self.token_counts
+
+    def objective(self) -> Objective:
+        return classification_objective(self.output_weights)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return {"hash of the dev data": [hash_rows(split) for split in self.dev_splits]}
+
+    def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
+        rows = sum(map(len, self.dev_splits))
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
+
+    def eval_set(self, split: ClassificationSplit) -> EvalSet:
+        """Return a split as it is evaluated or predicted."""
+        data = self._tokenize(split)
+        unused = [name for name in ("length", "label") if name in data.column_names]
+        loader, order = prepare_eval_dataloader(
+            self.settings, self.accelerator, data.remove_columns(unused), data["length"], self.collate
+        )
+        return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
+
+    def _tokenize(self, split: ClassificationSplit) -> Dataset:
+        with self.accelerator.main_process_first():  # the others read the Hub dataset's cache
+            data = tokenize_split(split, self.tokenizer, self.settings.max_length)
+        if self.config.is_encoder_decoder:
+            self._check_ends(split, data)
+        return data
+
+    def _check_ends(self, split: ClassificationSplit, data: Dataset) -> None:
+        # Upstream's heads read at the last end token, and take as many of a row as of any other.
+        texts = ("a", "a") if "text2" in split.data.column_names else ("a",)
+        end, expected = self.config.eos_token_id, self.tokenizer(*texts)["input_ids"].count(self.config.eos_token_id)
+        wrong = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{split.where(wrong)}: its text spells {self.tokenizer.eos_token}, the token behind which the "
+                "model's classifier reads: take it out"
+            )
+
+    def _training_rows(self, split: ClassificationSplit) -> Dataset:
+        if not len(split):
+            return make_rows({"length": []})
+        data, to_model, to_task = self._tokenize(split), self.label_map.to_model, self.label_map.to_task
+        if to_task == tuple(sorted(to_task)):
+            return data
+        if isinstance(data[0]["label"], list):
+            return data.map(lambda row: {"label": [row["label"][i] for i in to_task]})
+        return data.map(lambda row: {"label": to_model[row["label"]]})
 
 
 class ClassificationEvaluator(LogitsEvaluator):

@@ -1,10 +1,15 @@
-"""Checkpoints that are either whole or not there, and from which a run goes on exactly."""
+"""Checkpoints from which a run resumes exactly, the lock of an output folder, and the signals that stop a run."""
 
 import json
 import logging
 import os
 import re
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,10 +24,15 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
+from ...interrupts import is_first_process
 
 __all__ = [
+    "STOP_SIGNALS",
+    "FolderInUseError",
+    "StopSignals",
     "TrainState",
     "find_checkpoint",
+    "held_folder",
     "last_good_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
@@ -32,6 +42,109 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A terminal sends Ctrl-C to every process, and a launcher passes it on: within so many seconds it is the same one.
+SAME_CTRL_C = 1.0
+
+
+class StopSignals:
+    """Notes the signal that comes as `number`, for whoever can stop at a better moment."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._interrupted: float | None = None
+        self._process = os.getpid()
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Note them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
+            yield
+            return
+        # Who ignores Ctrl-C, or handles it, goes on doing so.
+        numbers = [signal.SIGTERM]
+        numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
+        before = {number: signal.signal(number, self._notice) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _notice(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a dataloader's worker, which its parent ends
+            return
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is None:
+                self._interrupted = now
+                if is_first_process():  # by `os`: what the handler interrupts may hold the lock of stderr
+                    os.write(2, b"\nCtrl-C: ending the step and saving a checkpoint; again to stop at once\n")
+            elif now - self._interrupted > SAME_CTRL_C:
+                raise KeyboardInterrupt
+        self.number = number
+
+
+# Beyond how long a killed run's data workers live on, which hold its folder as well.
+WAIT_SECONDS = 12.0
+PAUSE_SECONDS = 0.2
+
+
+class FolderInUseError(ValueError):
+    """Another process holds the folder."""
+
+
+@contextmanager
+def held_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool]:
+    """Hold an output folder for this process; the system lets go of it when the process ends, however it does.
+
+    Args:
+        folder: it is there; nothing is written into it.
+        wait_seconds: how long to wait for another process that holds it; None = `WAIT_SECONDS`.
+
+    Yields:
+        Whether another one held it before, so that the folder may hold more than it did.
+
+    Raises:
+        FolderInUseError: if another process still holds it then.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield False
+        return
+    wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
+    deadline = time.monotonic() + wait
+    descriptor, waited = os.open(folder, os.O_RDONLY), False
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise FolderInUseError(
+                        f"--output_dir {folder} is in use: another run is writing into it; give another folder, or "
+                        "wait until it ends"
+                    ) from None
+                if not waited:
+                    logger.info("--output_dir %s is in use: waiting %g s for the other run to end", folder, wait)
+                waited = True
+                time.sleep(PAUSE_SECONDS)
+            except OSError as error:  # a file system, some over a network, that holds no folder
+                logger.warning("%s: a second run into it would not be refused here: %s", folder, error)
+                break
+        yield waited
+    finally:
+        # Workers that were forked share the descriptor: closing it here would not let go of the folder.
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError:
+            pass
+        os.close(descriptor)
+
+
 # Tied weights are saved once and tied again when they are loaded: accelerate's warning at each save says no more.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from .checkpoints import STOP_SIGNALS
 from .settings import DataSettings, FineTuningSettings
-from .stop_signals import STOP_SIGNALS
 
 __all__ = [
     "IGNORED_LABEL",

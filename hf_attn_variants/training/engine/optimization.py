@@ -1,6 +1,5 @@
 """The optimiser, its parameter groups and its schedule."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers.optimization import AdafactorSchedule
 
 from ...modeling.mechanisms.kernels.kernel_table import learned_names
 from ...modeling.mechanisms.talking_heads import PROJECTIONS
-from .settings import OptimizationSettings
+from .settings import OptimizationSettings, warmup_steps
 
 __all__ = [
     "create_optimizer",
@@ -21,7 +20,6 @@ __all__ = [
     "parameter_groups",
     "prepare_training",
     "sharded_layer_names",
-    "warmup_steps",
 ]
 
 NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *learned_names())
@@ -72,22 +70,6 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
         # One pass over the parameters instead of a dozen.
         fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
     )
-
-
-def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
-    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
-
-    Raises:
-        ValueError: if they are more than the run has.
-    """
-    warmup = settings.num_warmup_steps
-    if warmup is None:
-        warmup = math.ceil(settings.warmup_ratio * total_steps)
-    if total_steps == 0:  # a run that only evaluates
-        return 0
-    if warmup > total_steps:
-        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
-    return warmup
 
 
 def create_scheduler(

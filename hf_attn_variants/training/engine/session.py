@@ -21,8 +21,7 @@ from ...interrupts import INTERRUPTED
 from ...model_history import ModelHistory, source_history
 from ...progress import no_progress_bars
 from . import outputs
-from .checkpoints import find_checkpoint, list_checkpoints
-from .folder_lock import held_folder
+from .checkpoints import find_checkpoint, held_folder, list_checkpoints
 from .settings import TrainingSettings
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]

@@ -1,14 +1,19 @@
-"""The settings that trainings share: frozen dataclasses, a field a flag, under HF's names where HF has one.
+"""Settings that the training commands share: frozen dataclasses with one field per flag.
 
-A training is called from Python with them. A class is a group of flags; a script's settings inherit from the groups
-that it has, and a function takes the group that it reads. This file imports neither torch nor transformers: `--help`
-is printed from it.
+A class is a group of flags, and the settings of a command inherit from the groups that it needs. Names follow
+`transformers.TrainingArguments` where it has a counterpart. This file imports neither torch nor transformers, so that
+`--help` is fast.
 """
 
 import argparse
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
+from ...modeling.fields.field_table import FIELDS, Field
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -21,20 +26,82 @@ from .options import (
     parse_json,
     redefault,
 )
-from .variant_settings import FROM_SCRATCH, VariantSettings, given_variant
 
 __all__ = [
+    "FROM_SCRATCH",
     "DataSettings",
+    "EncoderDecoderVariantSettings",
     "FineTuningSettings",
     "HubSettings",
     "LanguageSettings",
+    "LoopSettings",
     "ModelSettings",
     "NewModelSettings",
     "OptimizationSettings",
     "OutputSettings",
     "RowSettings",
+    "TableSettings",
     "TrainingSettings",
+    "VariantSettings",
+    "given_variant",
+    "greater_is_better",
+    "total_training_steps",
+    "warmup_steps",
 ]
+
+FROM_SCRATCH = "from scratch (without --model_name_or_path)"
+# The type of a setting for the kind of its field. A setting that is not given is None.
+TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
+Class = TypeVar("Class", bound=Settings)
+
+
+def _with_fields(prefixes: tuple[str, ...]) -> Callable[[type[Class]], type[Class]]:
+    """Give a settings class an option for each field of the table that has one of the prefixes."""
+
+    def add_fields(settings: type[Class]) -> type[Class]:
+        found = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
+        types = {prefix + row.name: TYPES.get(row.kind, row.kind | None) for prefix, row in found}
+        settings.__annotations__ = {**settings.__annotations__, **types}
+        for prefix, row in found:
+            setattr(settings, prefix + row.name, _flag(prefix, row))
+        return dataclass(frozen=True, kw_only=True)(settings)
+
+    return add_fields
+
+
+def _flag(prefix: str, row: Field) -> Any:
+    """Return the option of a field. Its default is None, because the configuration has the field's own default."""
+    text = row.described(prefix)
+    if "_" not in text.split(":")[0]:  # the name of a pattern stays unchanged
+        text = f"{text[0].upper()}{text[1:]}"
+    default = row.default_of(prefix)
+    shown = "" if default in (None, (), False) else f" (default: {default})"
+    flag: dict[str, Any] = {"choices": row.choices_of(prefix)} if row.choices_of(prefix) else {}
+    if row.kind is dict:
+        flag |= {"metavar": "JSON", "type": parse_json}
+    if row.kind is list and prefix and row.inherits:
+        flag |= {"nargs": "*"}
+    return option(f"{text}{shown}.", None, resume=ALWAYS, **flag)
+
+
+def given_variant(settings: Any) -> dict[str, Any]:
+    """Return the fields of the table that the settings give, as a dictionary."""
+    values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@_with_fields(("",))
+class VariantSettings(Settings):
+    """The fields of every new model."""
+
+    title: ClassVar[str] = FROM_SCRATCH
+
+
+@_with_fields(("encoder_", "cross_"))
+class EncoderDecoderVariantSettings(Settings):
+    """The fields of an encoder-decoder's encoder and cross-attention."""
+
+    title: ClassVar[str] = FROM_SCRATCH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,3 +437,176 @@ class FineTuningSettings(TrainingSettings, RowSettings):
     """What every training on rows has."""
 
     max_length: int = redefault()  # a dataclass takes that of its first base otherwise
+
+
+def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
+    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+
+    Raises:
+        ValueError: if they are more than the run has.
+    """
+    warmup = settings.num_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(settings.warmup_ratio * total_steps)
+    if total_steps == 0:  # a run that only evaluates
+        return 0
+    if warmup > total_steps:
+        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    return warmup
+
+
+# The dev metrics that fall as a model gets better; all others rise.
+FALLING_METRICS = re.compile(
+    r"(\w+_)?(loss|perplexity|ppl|nll|cross_entropy|brier|[wctm]er|wil|r?mse|s?mape|mae|mase|error|distance|divergence)"
+    r"(_mm|_rate|_score)?",
+    re.IGNORECASE,
+)
+
+
+def greater_is_better(metric: str) -> bool:
+    """Return whether a dev metric, named without "eval_", is to be raised."""
+    return FALLING_METRICS.fullmatch(metric) is None
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and in what rhythm a run trains; a field that a setting is named like has its value.
+
+    Attributes:
+        total_steps: optimiser steps.
+        metric_for_best_model: the dev metric that tells the best weights, without "eval_".
+        greater_is_better: whether it rises as the model gets better.
+        keep_best: whether the weights of the best evaluation are kept, and the run ends with them.
+        fingerprint: what a resumed run must share beyond what the loop knows (see `TrainState`).
+    """
+
+    output_dir: str
+    total_steps: int
+    max_train_minutes: float | None = None
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    checkpointing_steps: int | str | None = None
+    save_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    early_stopping_patience: int | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool = True
+    keep_best: bool = False
+    peak_tflops: float | None = None
+    disable_tqdm: bool = False
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: TrainingSettings,
+        total_steps: int,
+        default_metric: str,
+        fingerprint: dict[str, Any],
+        dev_fingerprint: dict[str, Any],
+        **others: Any,
+    ) -> "LoopSettings":
+        """Make the loop's settings of a run's.
+
+        Args:
+            settings: of the run.
+            total_steps: optimiser steps.
+            default_metric: the dev metric that tells the best weights where the settings name none.
+            fingerprint: what tells this run's training data from others.
+            dev_fingerprint: what tells its dev data and their scoring from others; a resumed run must share it where
+                the best weights are kept.
+            **others: fields that are not as the settings have them.
+
+        Raises:
+            ValueError: if the warm-up is longer than the run.
+        """
+        keep_best = settings.keeps_best_weights
+        metric = (settings.metric_for_best_model or default_metric).removeprefix("eval_")
+        rises = settings.greater_is_better
+        own = {
+            "total_steps": total_steps,
+            "metric_for_best_model": metric,
+            "greater_is_better": greater_is_better(metric) if rises is None else rises,
+            "keep_best": keep_best,
+            "fingerprint": {
+                **fingerprint,
+                **(dev_fingerprint if keep_best else {}),
+                **settings.resume_values(with_best_weights=keep_best),
+                "warm-up steps": warmup_steps(settings, total_steps),
+            },
+            **others,
+        }
+        names = {each.name for each in dataclasses.fields(cls)} - own.keys()
+        return cls(**{name: getattr(settings, name) for name in names}, **own)
+
+
+def total_training_steps(
+    batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
+) -> int:
+    """Return the optimiser steps of a run.
+
+    Args:
+        batches_per_epoch: batches that each process sees in an epoch; None for a stream of unknown length.
+        accumulation: batches a step; the last step of an epoch may have fewer.
+        epochs: epochs, a fraction allowed.
+        max_steps: overrides `epochs`.
+
+    Raises:
+        ValueError: if the length is unknown and no maximum is given.
+    """
+    if max_steps is not None:
+        return max_steps
+    if epochs == 0:
+        return 0
+    if batches_per_epoch is None or epochs is None:
+        raise ValueError("a stream has no length: give --max_train_steps")
+    return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
+
+
+NEEDS_DEV = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(FineTuningSettings):
+    """Which tables."""
+
+    title: ClassVar[str] = "tables"
+
+    train_file: tuple[str, ...] | None = option("Training tables: .csv, .tsv, .json, .jsonl, each also .gz.", None)
+    validation_file: tuple[str, ...] | None = option("Dev tables, likewise.", None, resume=WITH_BEST_WEIGHTS)
+    test_file: tuple[str, ...] | None = option("Tables to predict, with or without labels.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
+    dataset_config_name: str | None = option("Its configuration.", None)
+    train_split_name: str = option("Its training split (default: %(default)s).", "train")
+    validation_split_name: str | None = option(
+        "Its dev split (default: validation, where there is one).", None, resume=WITH_BEST_WEIGHTS
+    )
+    test_split_name: str | None = option("Its test split (default: test, where there is one).", None)
+    skip_predict: bool = option("Do not predict the test rows.", False)
+
+    def check(self) -> None:
+        super().check()
+        files = {split: getattr(self, f"{split}_file") for split in ("train", "validation", "test")}
+        if any(files.values()) == (self.dataset_name is not None):
+            got = "; got both" if self.dataset_name is not None else ""
+            raise ValueError(f"give --train_file (and --validation_file, --test_file), or --dataset_name{got}")
+        if self.dataset_name is not None:
+            return
+        if self.dataset_config_name is not None:
+            raise ValueError("--dataset_config_name needs --dataset_name")
+        for split, default in (("train", "train"), ("validation", None), ("test", None)):
+            if getattr(self, f"{split}_split_name") != default:
+                raise ValueError(f"--{split}_split_name needs --dataset_name; of files give --{split}_file")
+        if not self.only_evaluates and not files["train"]:
+            raise ValueError("training needs --train_file (or --num_train_epochs 0, to evaluate or predict only)")
+        if self.only_evaluates and not (files["validation"] or files["test"]):
+            raise ValueError("--num_train_epochs 0 only evaluates: give --validation_file or --test_file")
+        self.check_dev(bool(files["validation"]))
+
+    def check_dev(self, is_there: bool) -> None:
+        """Raise ValueError where a setting asks for dev rows that are not there."""
+        for name in NEEDS_DEV if not is_there else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} needs dev rows: --validation_file, or a dev split of --dataset_name")

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as training rows: their keys, their hash, and how they become batches of token ids."""
+"""Texts and pairs of texts as training rows, and the masking of their tokens for masked language models."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,9 +12,149 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .dataloaders import IGNORED_LABEL
-from .masking import MaskedLMPreparation
+from .tokenizers import vocabulary_size
 
-__all__ = ["Collator", "TextRows", "hash_texts", "masked_text_collator", "pair_collator", "text_collator"]
+__all__ = [
+    "Collator",
+    "MaskedLMPreparation",
+    "TextRows",
+    "hash_texts",
+    "masked_text_collator",
+    "pair_collator",
+    "text_collator",
+    "word_starts",
+]
+
+# Of the chosen tokens, this share becomes the mask token, and a share up to the next bound a random token (BERT).
+MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
+# What random numbers are for: with the seed and a block's place they seed a generator. 0 and 1 are the text stream's,
+# 4 is span corruption's.
+MASKS, PAIRS = 2, 5
+# Of the pairs, this share is changed: its second segment is of other text (nsp), or both change places (sop).
+CHANGED_SHARE = 0.5
+UNCHANGED, CHANGED = 0, 1
+
+
+def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return of each token whether it begins a word: a bool array [V].
+
+    WordPiece marks the others ("##"), SentencePiece ("▁") and byte-level BPE ("Ġ") those that do; under the latter two
+    a token without a letter or digit is a word of its own, as in ALBERT's code.
+
+    Raises:
+        ValueError: if the vocabulary marks neither.
+    """
+    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
+    if any(token.startswith("##") for token in tokens):
+        return np.array([not token.startswith("##") for token in tokens])
+    for mark in ("▁", "Ġ"):
+        if any(token.startswith(mark) for token in tokens):
+            return np.array([token.startswith(mark) or not any(map(str.isalnum, token)) for token in tokens])
+    raise ValueError("--whole_word_mask: the tokenizer marks no beginnings of words (neither '##' nor '▁' nor 'Ġ')")
+
+
+class MaskedLMPreparation:
+    """Makes a masked example of a block of tokens, padded to one length: [CLS] block [SEP], or, with a sentence task,
+    [CLS] segment [SEP] segment [SEP] of the block cut in two.
+
+    Args:
+        tokenizer: has [CLS], [SEP], [MASK] and padding tokens.
+        length: n, special tokens included.
+        probability: the chance of each token (with `whole_words`: of each word) to be chosen.
+        sentence_task: "nsp" (does the second segment follow?), "sop" (are they in order?) or None.
+
+    Raises:
+        ValueError: if the tokenizer lacks a token, or does not mark words.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        probability: float,
+        seed: int,
+        whole_words: bool = False,
+        sentence_task: str | None = None,
+    ):
+        needed = ("cls_token_id", "sep_token_id", "mask_token_id", "pad_token_id")
+        self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
+        missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
+        if missing:
+            raise ValueError(
+                f"the tokenizer has no {', '.join(missing)}, and masked-LM pretraining needs one: it is for "
+                "encoders, a T5 is pretrained by `attn-variants pretrain-t5`"
+            )
+        self.length, self.probability, self.seed = length, probability, seed
+        self.sentence_task = sentence_task
+        self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
+        self.starts = word_starts(tokenizer) if whole_words else None
+        self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
+        # Not `all_special_ids`: some tokenizers count punctuation among them.
+        self.special[[getattr(tokenizer, name) for name in needed]] = True
+        self.ordinary_ids = np.flatnonzero(~self.special)
+
+    @property
+    def takes_other_block(self) -> bool:
+        """Whether a pair can have a segment of another block."""
+        return self.sentence_task == "nsp"
+
+    def __call__(
+        self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Mask a block of at most `block_length` tokens: n - 2, or n - 3 with a sentence task.
+
+        With the seed, its key (epoch, number in the epoch) alone decides the masks. Without an `other` block a pair
+        stays as it is under "nsp".
+
+        Returns:
+            "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n]; with a
+            sentence task "token_type_ids" [n] and "sentence_labels" [], 1 where the pair was changed, -100 where the
+            block is too short for one.
+        """
+        segments, sentence_label = [block], None
+        if self.sentence_task is not None:
+            segments, sentence_label = self._pair(block, key, other)
+        ids = np.full(self.length, self.pad_id, dtype=np.int64)
+        used = 1 + sum(len(segment) + 1 for segment in segments)
+        ids[:used] = [self.cls_id, *(token for segment in segments for token in (*segment, self.sep_id))]
+        masked, labels = self.mask(ids, np.random.default_rng((self.seed, MASKS, *key)))
+        place = np.arange(self.length)
+        example = {"input_ids": masked, "attention_mask": (place < used).astype(np.int64), "labels": labels}
+        if sentence_label is not None:
+            begin = 2 + len(segments[0])
+            example["token_type_ids"] = ((place >= begin) & (place < used)).astype(np.int64)
+            example["sentence_labels"] = np.array(sentence_label)
+        return example
+
+    def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
+        if len(block) < 2:
+            return [block, block[:0]], IGNORED_LABEL
+        generator = np.random.default_rng((self.seed, PAIRS, *key))
+        cut = generator.integers(1, len(block))
+        first, second = block[:cut], block[cut:]
+        if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
+            return [first, second], UNCHANGED
+        if other is None or self.sentence_task == "sop":
+            return [second, first], CHANGED
+        return [first, other[: len(second)]], CHANGED
+
+    def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Replace chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
+
+        Return the inputs and the labels [n].
+        """
+        maskable = ~self.special[ids]
+        draws = generator.random(len(ids))
+        if self.starts is not None:
+            after_special = np.concatenate([[True], ~maskable[:-1]])
+            words = np.cumsum(self.starts[ids] | ~maskable | after_special) - 1
+            draws = draws[words]
+        chosen = maskable & (draws < self.probability)
+        fate = generator.random(len(ids))
+        replaced = np.where(fate < MASKED_SHARE, self.mask_id, generator.choice(self.ordinary_ids, len(ids)))
+        inputs = np.where(chosen & (fate < RANDOM_BOUND), replaced, ids)
+        return inputs, np.where(chosen, ids, IGNORED_LABEL)
+
 
 # (epoch, index): what, with the run's seed, decides everything random about a row.
 RowKey = tuple[int, int]

@@ -9,7 +9,7 @@ from datasets import Dataset, load_dataset
 from ...glue_tasks import TASKS, GlueTask, parse_label
 from ...open_files import read_file
 from ...text_lines import ends_by_returns, is_blank
-from ..classification.splits import ClassificationSplit, make_rows
+from ..classification.data import ClassificationSplit, make_rows
 
 __all__ = ["load_ax", "load_glue", "read_tsv"]
 

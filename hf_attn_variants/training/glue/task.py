@@ -1,18 +1,66 @@
-"""Fine-tuning on a GLUE task: its data, its classifier, its scores and the files of a submission."""
+"""Fine-tuning on a GLUE task: its metrics, its evaluation and the files for a submission."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
-from ..classification.base import NO_ROWS, SequenceClassification
-from ..classification.splits import ClassificationSplit
+from ..classification.data import ClassificationSplit
+from ..classification.metrics import pearson, spearman
+from ..classification.task import NO_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
 from .data import load_ax, load_glue
-from .evaluation import GlueEvaluator
 from .settings import GlueSettings, check_glue_metric
 
-__all__ = ["GlueFineTuning"]
+__all__ = ["METRICS", "GlueEvaluator", "GlueFineTuning", "compute_metrics"]
+
+# (true values, predictions) -> the metric. F1 is that of class 1. Where every prediction is the same, Matthews
+# correlation is 0, and the other two are NaN.
+METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "accuracy": accuracy_score,
+    "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
+    "matthews_correlation": matthews_corrcoef,
+    "pearson": pearson,
+    "spearmanr": spearman,
+}
+
+
+def compute_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+    """Compute metrics by name, of class ids or scores [examples].
+
+    With several metrics there is also `combined_score`, their mean, by which GLUE ranks such tasks.
+
+    Raises:
+        ValueError: if a metric is unknown.
+    """
+    unknown = [name for name in names if name not in METRICS]
+    if unknown:
+        raise ValueError(f"unknown metric {', '.join(unknown)}: choose from {', '.join(METRICS)}")
+    values = {name: float(METRICS[name](references, predictions)) for name in names}
+    if len(names) > 1:
+        values["combined_score"] = float(np.mean([values[name] for name in names]))
+    return values
+
+
+class GlueEvaluator(LogitsEvaluator):
+    """Evaluates dev splits; keeps the last predictions, so that the final ones need no second pass."""
+
+    def __init__(self, task: GlueTask, *args: Any):
+        super().__init__(*args)
+        self.task = task
+        self.predictions: dict[str, np.ndarray] = {}
+
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        predictions = self.to_predictions(self.task, logits)
+        self.predictions[eval_set.split.name] = predictions
+        return compute_metrics(self.task.metrics, predictions, eval_set.labels)
+
+    def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
+        """Return scores, or class ids in the task's numbering [rows]."""
+        return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
 
 class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):

@@ -9,7 +9,7 @@ from datasets import load_dataset
 from ...table_files import read_records
 from ...text_files import read_lines
 from ...text_lines import BLANKS, is_blank
-from ..engine.hub_datasets import folder_files
+from ..engine.tables import folder_files
 from .settings import NerSettings
 
 __all__ = ["Sentence", "load_sentences", "read_conll"]

@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
 from ..engine.dataloaders import IGNORED_LABEL, prepare_eval_dataloader
-from ..engine.evaluation import Scores, run_rows
-from ..engine.finetune import FineTuningTask
+from ..engine.finetune import FineTuningTask, Scores, run_rows
 from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
 from ..engine.models import check_trained_head, load_classifier, load_config
 from ..engine.text_rows import hash_texts

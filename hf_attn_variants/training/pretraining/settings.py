@@ -13,8 +13,7 @@ from ..engine.options import (
     option,
     redefault,
 )
-from ..engine.settings import NewModelSettings, TrainingSettings
-from ..engine.variant_settings import EncoderDecoderVariantSettings
+from ..engine.settings import EncoderDecoderVariantSettings, NewModelSettings, TrainingSettings
 
 __all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
 

@@ -1,19 +1,22 @@
-"""T5's pretraining (arXiv:1910.10683, section 3.1.4): spans of text are left out, and are what is to be generated.
+"""Pretraining of a T5 by span corruption (arXiv 1910.10683, section 3.1.4)."""
 
-Each span is replaced by a sentinel in the inputs; the targets are the sentinels, each followed by its span. Letters: b
-examples, n input tokens, t target tokens.
-"""
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import label_sums, target_logits
-from ..engine.new_model import check_end_token
+from ..engine.losses import label_objective, label_sums, target_logits
+from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
+from ..engine.session import open_session
 from ..engine.settings import ModelSettings
 from ..engine.tokenizers import check_max_length
+from .settings import SpanCorruptionSettings
+from .task import PretrainingTask, pretrain
+from .text_stream import open_text_sources
 
 __all__ = [
     "SpanCorruption",
@@ -22,6 +25,7 @@ __all__ = [
     "corrupted_lengths",
     "noise_counts",
     "noise_spans",
+    "pretrain_span_corruption",
     "sentinel_ids",
     "target_sums",
 ]
@@ -182,3 +186,36 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
     return label_sums(target_logits(model, batch), batch["labels"])
+
+
+def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
+    """Train, evaluate, try whether the model reads its context, and save.
+
+    Returns:
+        The results that `all_results.json` begins with: `eval_loss` (nats a target token), `eval_perplexity`,
+        `eval_accuracy`, `gate_passed` and what it saw, and those of `TrainingLoop.results`; its tokens are those of
+        inputs and targets.
+
+    Raises:
+        ValueError, OSError: if a setting, the text or the checkpoint is wrong; said before training where it can be.
+        NonFiniteLossError: if training diverged.
+    """
+    with open_session(settings) as accelerator:
+        config, tokenizer = load_seq2seq_config(settings)
+        check_span_corruption(settings, settings.max_length, config, tokenizer)
+        text = open_text_sources(settings)
+        prepare = SpanCorruption(
+            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
+        )
+        set_seed(settings.seed)
+        model = load_or_make_model(settings, config, AutoModelForSeq2SeqLM)
+        task = PretrainingTask(
+            "span corruption",
+            prepare,
+            label_objective(target_logits),
+            target_sums,
+            "target_tokens",
+            prepare.shuffle_text,
+            {"block_length": prepare.block_length, "target_length": prepare.target_length},
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from ...glue_tasks import TASKS
 from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGHTS, Settings, option, redefault
-from ..engine.settings import FineTuningSettings, LanguageSettings, NewModelSettings
-from ..engine.variant_settings import EncoderDecoderVariantSettings
+from ..engine.settings import EncoderDecoderVariantSettings, FineTuningSettings, LanguageSettings, NewModelSettings
 
 __all__ = [
     "COLUMNS",

@@ -1,19 +1,153 @@
-"""Texts and pairs of texts to uptrain on: what the flags name, holding out, and batches of token ids."""
+"""Rows of text for uptraining, from files, `datasets` sources or a stream."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...decoder_inputs import DecoderInput
-from ...text_files import read_columns, read_lines, read_pairs, text_columns
-from ..engine.new_model import check_end_token
+from ...text_files import is_table, read_columns, read_lines, read_pairs, text_columns
+from ..engine.dataloaders import TrainingBatches
+from ..engine.models import check_end_token
 from ..engine.text_rows import Collator, TextRows, hash_texts, masked_text_collator, pair_collator, text_collator
 from ..engine.tokenizers import check_max_length, warn_of_cuts
+from ..pretraining.settings import TextSettings
+from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
+from ..pretraining.task import PreparedBlocks, stream_batches
+from ..pretraining.text_stream import open_text, read_blocks, stack_rows
 from .settings import UptrainingSettings
 
-__all__ = ["UptrainingData", "hold_out", "load_uptraining_data"]
+__all__ = ["Pieces", "UptrainingData", "UptrainingStream", "hold_out", "in_pieces", "load_uptraining_data"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pieces(NamedTuple):
+    """Where the pieces of some texts were.
+
+    Attributes:
+        real: which pieces have a token, [b * p]; the others are not read.
+        texts: b, how many texts there are.
+        length: n, the tokens of a text.
+    """
+
+    real: Tensor
+    texts: int
+    length: int
+
+    def in_a_row(self, states: Tensor) -> Tensor:
+        """Return what was made of pieces, [pieces, l, ...], as if of whole texts [b, n, ...]; for padding zeros."""
+        whole = states.new_zeros(len(self.real), *states.shape[1:])
+        whole[self.real] = states
+        return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
+
+
+def in_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], Pieces]:
+    """Cut texts into pieces of equal length; each is a text of its own to the model, without special tokens around it.
+
+    Args:
+        inputs: arguments of the model, [b, n] each, padded on the right; `attention_mask` among them.
+        length: l, the tokens of a piece.
+
+    Returns:
+        The same arguments of all pieces that have a token, [pieces, l], and where these were.
+    """
+    texts, tokens = inputs["attention_mask"].shape
+    filled = -tokens % length
+    cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
+    real = cut["attention_mask"].any(1)
+    return {name: tensor[real] for name, tensor in cut.items()}, Pieces(real, texts, tokens)
+
+
+class UptrainingStream:
+    """Blocks of text with spans left out (arXiv:1910.10683, section 3.1.4), to train on and to evaluate.
+
+    With one text, seed and noise its batches are those of `pretrain-t5`.
+
+    Attributes:
+        held_out: the blocks to evaluate, prepared.
+        collate: a list of prepared blocks -> a batch.
+
+    Raises:
+        OSError, ValueError: if the text cannot be read or has no held-out part, or the model or its tokenizer cannot
+            learn so.
+    """
+
+    pairs = False
+
+    def __init__(self, settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase):
+        check_span_corruption(settings, settings.max_length, config, tokenizer)
+        self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_rows
+        self.prepare = SpanCorruption(
+            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
+        )
+        self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
+        for path in (*(settings.train_file or ()), *(settings.validation_file or ())):
+            if is_table(path):
+                raise ValueError(
+                    f"--objective {settings.objective} reads articles that empty lines separate, and {path} is a "
+                    "table: name the folder of such files as --dataset_name"
+                )
+        self.text = open_text(
+            TextSettings(
+                train_file=settings.train_file,
+                validation_file=settings.validation_file,
+                dataset_name=settings.dataset_name,
+                dataset_config_name=settings.dataset_config_name,
+                keep_whitespace=settings.keep_whitespace,
+                text_column=(settings.text_columns or (TextSettings.text_column,))[0],
+            )
+        )
+        if not self.text.dev:
+            raise ValueError(
+                f"--dataset_name {settings.dataset_name} has no split 'validation', and of a stream no rows are held "
+                "out: give --validation_file"
+            )
+        self.first(1)  # text without a token is an error now
+        self.held_out = PreparedBlocks(
+            read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
+        )
+
+    def first(self, count: int) -> list[Any]:
+        """Return the first training examples, no more than `count`."""
+        blocks = read_blocks(self.text.train, *self.packing, count)
+        return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
+
+    def warn_of_short_steps(self, sequences: int) -> None:
+        """Say if the text is over before a step has so many sequences: a step ends with it."""
+        count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
+        if count < sequences:
+            logger.warning(
+                "the text makes %d sequences, fewer than the %d of a step: each step reads those alone. Give more "
+                "text, or a smaller --total_train_batch_size", count, sequences,
+            )  # fmt: skip
+
+    def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
+        """Return the training batches."""
+        settings = self.settings
+        return stream_batches(
+            settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells the training text, and what is made of it, from others."""
+        settings = self.settings
+        noise = {"noise": [settings.noise_density, settings.mean_noise_span_length]}
+        return {**self.text.train_fingerprint, **noise, "shuffle_buffer_size": settings.shuffle_buffer_size}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        """Return what tells the held-out text from others."""
+        return self.text.dev_fingerprint
+
+    def results(self) -> dict[str, Any]:
+        """Return the tokens of a block of text, and of the targets that it becomes."""
+        return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
+
 
 PARALLEL_FLAGS = ("source_file", "target_file", "validation_source_file", "validation_target_file")
 # Held out of the training text where no validation file is given: this share, and no more than that many.

@@ -1,15 +1,15 @@
-"""Uptraining: a converted checkpoint trained on, by its task or towards a teacher, until it is itself again."""
+"""Uptraining of a converted model (GQA, arXiv 2305.13245, section 2.2), optionally by distillation."""
 
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
@@ -28,28 +28,32 @@ from ..engine import outputs
 from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.loop_settings import total_training_steps
 from ..engine.losses import Objective
 from ..engine.models import (
     DROPOUT_FIELDS,
+    add_lora,
+    freeze_unused,
     load_config,
     load_model,
     load_model_and_rest,
     resolve_architecture,
+    select_trainable,
     set_dropout,
 )
-from ..engine.settings import ModelSettings
+from ..engine.outputs import read_log
+from ..engine.session import configure_deepspeed
+from ..engine.settings import ModelSettings, total_training_steps
 from ..engine.text_rows import TextRows
 from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
-from ..engine.tracking import read_log
-from .batch_size import fit_batch_size, mean_step, sequences_per_step, step_size
-from .data import UptrainingData, load_uptraining_data
-from .distillation import Teacher, check_teacher
+from ..pretraining.span_corruption import SpanCorruption
+from .data import UptrainingData, UptrainingStream, load_uptraining_data
 from .objective import (
     TERMS,
+    Teacher,
     UptrainingEvaluator,
     UptrainingObjective,
     check_architecture,
+    check_teacher,
     check_teacher_length,
     check_teacher_types,
     held_out_gain,
@@ -57,12 +61,54 @@ from .objective import (
     term_weights,
 )
 from .settings import SPAN_CORRUPTION, UptrainingSettings
-from .stream import UptrainingStream
-from .trainable import add_lora, freeze_unused, select_trainable
 
-__all__ = ["Uptraining"]
+__all__ = ["Uptraining", "fit_batch_size", "mean_step", "sequences_per_step", "step_size"]
 
 logger = logging.getLogger(__name__)
+
+
+def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
+    """Return the settings with the accumulation steps by which a step has `total_train_batch_size` examples.
+
+    Raises:
+        ValueError: if that is no multiple of what all processes read at once, or DeepSpeed would have to accumulate.
+    """
+    total, processes = settings.total_train_batch_size, accelerator.num_processes
+    if total is None:
+        return settings
+    at_once = settings.per_device_train_batch_size * processes
+    if total % at_once:
+        raise ValueError(
+            f"--total_train_batch_size {total} is no multiple of the {at_once} examples that {processes} process(es) "
+            f"with --per_device_train_batch_size {settings.per_device_train_batch_size} read at once: change one"
+        )
+    fitted = replace(settings, total_train_batch_size=None, gradient_accumulation_steps=total // at_once)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        configure_deepspeed(fitted, accelerator.state.deepspeed_plugin.deepspeed_config)
+    return fitted
+
+
+def sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
+    """Return the examples of a step on all processes."""
+    of_a_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    return of_a_device * accelerator.num_processes
+
+
+def mean_step(examples: int, steps: int) -> int | float:
+    """Return the examples that a step read on average: fewer than asked for, where the text ended within steps."""
+    return examples // steps if examples % steps == 0 else round(examples / steps, 2)
+
+
+def step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
+    """Say how many sequences a step reads, and how many tokens, where none is padding."""
+    sequences = sequences_per_step(settings, accelerator)
+    return (
+        f"a step reads {sequences} sequences ({accelerator.num_processes} process(es), "
+        f"{settings.per_device_train_batch_size} at a time, accumulated {settings.gradient_accumulation_steps} "
+        f"time(s)): {sequences * prepare.input_length} tokens of inputs and {sequences * prepare.target_length} of "
+        "targets"
+    )
+
 
 DEFAULT_STEPS = 300
 # Of a task's own head; the other objectives take the class that the checkpoint was saved from.
