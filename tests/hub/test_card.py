@@ -218,7 +218,7 @@ def test_windows_are_told_and_cited(tmp_path):
     windows = {f"encoder_{name}": value for name, value in window.items()}
     T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
-    assert "and a window size of 8 tokens in the self-attention of the encoder, implemented as" in text
+    assert "and a window size of 8 tokens in the self-attention of the encoder. It is implemented as" in text
     assert "| window size (tokens) in the self-attention of the encoder | 8 |" in text
     assert "2004.05150" in text and "in self-attention" not in text
 
@@ -226,7 +226,7 @@ def test_windows_are_told_and_cited(tmp_path):
 def test_kernels_are_told_and_cited(tmp_path):
     T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
-    assert "and the kernel hedgehog instead of the softmax in cross-attention, implemented as" in text
+    assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
     assert "| kernel instead of the softmax in cross-attention | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
     BERT.model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
@@ -249,7 +249,7 @@ def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
 def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
     T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5-encoder"))
-    assert "with grouped-query attention (4 key/value heads for 12 query heads), implemented as" in text
+    assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
     assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
     assert "An encoder has no cache" in text and "The smaller cache helps" not in text
     assert front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
