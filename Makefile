@@ -15,7 +15,7 @@ help:
 	@echo "make test        run the tests, but for those that take longest"
 	@echo "make test-thorough  run the others, as CI does after make test"
 	@echo "make tree        write the tree of files in docs/tree.md"
-	@echo "make fields      write the tables of docs/fields.md"
+	@echo "make fields      write docs/fields.md and docs/command_line.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style and types"
@@ -64,6 +64,7 @@ tree:
 
 fields: install
 	@$(BIN)/python tests/field_page.py
+	@$(BIN)/python docs/command_line_page.py
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict && echo "open build/site/index.html"

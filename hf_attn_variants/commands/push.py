@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     card.add_argument("--language", nargs="+", help="language codes (default: the source's)")
     card.add_argument("--datasets", nargs="+", help="Hub ids of the training data")
     card.add_argument("--pipeline_tag", help="the task on the Hub (default: the architecture's)")
-    card.add_argument("--notes", help="a Markdown file whose text stands below the summary")
+    card.add_argument("--notes", help='a Markdown file for the section "Notes" of the card')
     card.add_argument(
         "--evaluations", help="JSON list of further scores, each with the fields of huggingface_hub.EvalResult"
     )

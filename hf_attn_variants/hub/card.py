@@ -1,13 +1,8 @@
 """The model card of a checkpoint: `templates/model_card.md`, filled from the files in the checkpoint's folder.
 
-`config.json` gives the variant and its heads; `conversion_report.json`, `all_results.json` and, for the steps before
-those, `model_history.json` say how it was made; the original model's README.md gives license, languages and tags.
-
-Removal of local paths, passwords and tokens from values that leave the machine.
-
-The facts about the steps that made a model on its card; `templates/model_card.md` has the sentences.
-
-The facts about a variant on its model card; `templates/model_card.md` has the sentences.
+`config.json` contains the variant and its heads. `conversion_report.json`, `all_results.json` and, for earlier steps,
+`model_history.json` describe how the model was made. The README.md of the original model has license, languages and
+tags. Local paths, passwords and tokens are removed from all values.
 """
 
 import hashlib
@@ -422,21 +417,21 @@ MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
 # The paragraph about the code, as the template and as cards have it, and the repository that a card is of.
 CODE_PATTERN = re.compile(
-    r"^The attention is not part of transformers: .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
+    r"^The attention is not part of [tT]ransformers[:.] .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
 )
 REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
-# What describes a run and is no score.
+# Names of results that describe a run and are not scores.
 NO_SCORE = re.compile(
     r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
 )
-# What a split's scores begin with, its name, and the arguments that name its file.
+# The prefix of the scores of a split, its name, and the arguments with its file.
 SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
     ("test_", "test", ("test_file", "test_source_file")),
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HELD_OUT = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
-# Tags of a source that are not true of what is made of it: formats of its files, and what else the Hub can do with it.
+# Tags of an original model that do not apply to a variant: file formats, and services of the Hub.
 FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
@@ -459,16 +454,16 @@ TASK_TAGS = {*PIPELINE_TAGS.values(), "sentence-similarity", "summarization", "t
 
 @dataclass(frozen=True)
 class CardOptions:
-    """Values on a model card that no file of the checkpoint's folder has.
+    """Values of a model card that are not in the files of the checkpoint.
 
     Args:
-        base_model: Hub id of the model it was made from; None = what the reports say.
-        license: its id on the Hub ("apache-2.0"); None = the source's.
-        language: codes ("en"); None = the source's.
-        datasets: Hub ids of the training data; None = what the results say.
-        pipeline_tag: the task on the Hub; None = the architecture's.
-        title: above the card; None = the repository's name.
-        notes: Markdown below the summary.
+        base_model: Hub id of the base model; None = the one in the reports.
+        license: id of the license on the Hub ("apache-2.0"); None = the license of the original model.
+        language: language codes ("en"); None = the languages of the original model.
+        datasets: Hub ids of the training data; None = those in the results.
+        pipeline_tag: task on the Hub; None = the task of the architecture.
+        title: title of the card; None = the name of the repository.
+        notes: Markdown for the section "Notes".
         evaluations: further scores, each with the fields of `huggingface_hub.EvalResult`.
     """
 

@@ -48,14 +48,14 @@ def layers_text(values: Sequence[Any], value: Any) -> str:
 
 
 def _latent(config: Any, field: str, is_t5: bool) -> str:
-    """Return the line of one kind of latent; nothing where there is none."""
+    """Return the line about a latent, or an empty text if the attention has no latent."""
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(each for each in ranks if each is not None):
-        numbers = "the input itself" if rank == config.hidden_size else f"{rank} numbers"
+        numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
     prefix, _ = row_of(field)
     whose = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
-    made = f"Keys and values of {whose} are made from {', '.join(parts)} of each {PLACES[prefix].token}."
+    made = f"Keys and values of {whose} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
     return made if parts else ""
 
 
@@ -79,7 +79,7 @@ def _width(queries: list[str], keys: list[str]) -> int:
 
 
 def _chains(config: Any, kv_fields: Sequence[str]) -> str:
-    """Return how heads talk: one line where they do alike everywhere, else one for each place, and its layers."""
+    """Return the talking-heads projections: one line if all places have the same, otherwise one line per place."""
     by_place = {
         prefix: [_chain(query_heads_there(config, prefix), each) for each in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
@@ -95,7 +95,7 @@ def _chains(config: Any, kv_fields: Sequence[str]) -> str:
 
 
 def _chain(heads: int, talking: TalkingHeads) -> str:
-    """Return how the heads of one attention talk; nothing where they do not."""
+    """Return the talking-heads projections of one attention module, or an empty text if it has none."""
     if talking.kind is None:
         return ""
     first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""

@@ -259,7 +259,7 @@ def _check_code(folder: Path, auto_map: Any) -> None:
         if not re.fullmatch(r"\w+\.\w+", str(reference)):
             raise ValueError(
                 f"{folder}: `auto_map` names {reference!r}, which is not in the folder; save the model again by "
-                "`save_pretrained`, which puts its code beside it."
+                "`save_pretrained`, which also saves its code."
             )
         get_relative_import_files(folder / f"{reference.split('.')[0]}.py")  # raises FileNotFoundError
 

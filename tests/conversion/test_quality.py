@@ -322,7 +322,7 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
     assert "error of attention outputs" in report.summary(attention_errors=True)
     sentence = str(model_card(tmp_path / "out", "me/x")).split("## Use")[0]
     assert f"cosine of {stored['value']:.3f} to the original's" in sentence
-    assert "The tolerance of `convert` is at least 0.8:" in sentence
+    assert "The tolerance of `convert` is at least 0.8, so the" in sentence
 
 
 @pytest.mark.thorough

@@ -164,7 +164,7 @@ def test_tables_and_drawings_say_where():
     drawn = heads_diagram(by_layer).split("\n\n")[-1].splitlines()
     chain = "logits of 12 heads --P_l [12 x 12]--> softmax of 12 heads"
     assert drawn == [
-        f"the encoder's attention: {chain} --> weights of 12 heads",
+        f"the self-attention of the encoder: {chain} --> weights of 12 heads",
         f"cross-attention, layer 0: {chain} --P_w [12 x 12]--> weights of 12 heads",
     ]
     decoder = BERT.config(is_decoder=True, add_cross_attention=True, cross_talking_heads="both")

@@ -85,7 +85,7 @@ def test_training_scores_become_the_model_index(folder):
     }
     data = front_matter(text)
     assert data["base_model"] == "google-bert/bert-base-uncased" and data["datasets"] == ["nyu-mll/glue"]
-    assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimiser steps" in text
+    assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimizer steps" in text
     assert "/home/somebody" not in text
     # huggingface_hub reads back what it wrote
     again = ModelCard(text).data
@@ -167,7 +167,7 @@ def test_the_sources_licence_and_languages_go_on(folder):
     assert data["license"] == "apache-2.0" and data["language"] == ["en", "de"]
     (folder / "README.md").unlink()
     assert "license" not in front_matter(model_card(folder, "me/x"))
-    assert "Not stated by those who made this checkpoint" in str(model_card(folder, "me/x"))
+    assert "do not state a license" in str(model_card(folder, "me/x"))
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(ValueError, match="metadata that cannot be read"):
         model_card(folder, "me/x")
@@ -176,8 +176,8 @@ def test_the_sources_licence_and_languages_go_on(folder):
 def test_a_decoders_card_counts_its_cache(t5_variant):
     # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads beside 12 keys
     text = str(model_card(t5_variant, "me/t5"))
-    assert "bytes for a generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
-    assert "bytes for a token of the encoder (float32, all layers) | 512 (multi-head: 1,280)" in text
+    assert "bytes of cache per generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
+    assert "bytes of cache per encoder token (float32, all layers) | 512 (multi-head: 1,280)" in text
     assert "AutoModelForSeq2SeqLM" in text and "model.generate" in text
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
 
@@ -207,10 +207,10 @@ def test_an_evaluation_is_no_training_and_a_conversion_that_loses_nothing_says_s
     assert cli.main([str(each) for each in argv]) == 0
     text = str(model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
-    assert "optimiser steps" not in text and "| source.txt | validation | bleu |" in text
-    assert "expect less than from the model" not in text and "The scores are of one run" not in text
+    assert "optimizer steps" not in text and "| source.txt | validation | bleu |" in text
+    assert "expect a lower quality" not in text and "The scores come from one run" not in text
     convert(tmp_path / "exact", num_key_value_heads=1, method="mean", output_dir=tmp_path / "mqa")
-    assert "expect less than from the model" in str(model_card(tmp_path / "mqa", "me/t5"))
+    assert "expect a lower quality" in str(model_card(tmp_path / "mqa", "me/t5"))
 
 
 def test_windows_are_told_and_cited(tmp_path):
@@ -218,20 +218,20 @@ def test_windows_are_told_and_cited(tmp_path):
     windows = {f"encoder_{name}": value for name, value in window.items()}
     T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
-    assert "and 8 tokens in a window of the encoder's attention, as" in text
-    assert "| tokens in a window of the encoder's attention | 8 |" in text
-    assert "2004.05150" in text and "window of self-attention" not in text
+    assert "and a window size of 8 tokens in the self-attention of the encoder. It is implemented as" in text
+    assert "| window size (tokens) in the self-attention of the encoder | 8 |" in text
+    assert "2004.05150" in text and "in self-attention" not in text
 
 
 def test_kernels_are_told_and_cited(tmp_path):
     T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
-    assert "and the kernel hedgehog in the place of cross-attention's softmax, as" in text
-    assert "| in the place of cross-attention's softmax | hedgehog |" in text
+    assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
+    assert "| kernel instead of the softmax in cross-attention | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
     BERT.model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
     text = str(model_card(tmp_path / "bert", "me/bert"))
-    assert "4 tokens in a window of self-attention and the kernel hybrid in the place of" in text
+    assert "a window size of 4 tokens in self-attention and the kernel hybrid instead of" in text
     assert "2410.10254" in text
 
 
@@ -249,9 +249,9 @@ def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
 def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
     T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5-encoder"))
-    assert "with grouped-query attention (4 key/value heads for 12 query heads), as" in text
-    assert "decoder" not in text.split("## Use")[0] and "none (an encoder)" in text
-    assert "An encoder has no key/value cache" in text and "What is saved is cache" not in text
+    assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
+    assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
+    assert "An encoder has no cache" in text and "The smaller cache helps" not in text
     assert front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
 
 
@@ -260,8 +260,8 @@ def test_a_decoder_that_refuses_a_cache_has_none(tmp_path):
         "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
     ).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
-    assert "| key/value cache | none (its dynamic projections need past inputs) |" in text
-    assert "It decodes without a cache, slowly" in text and "What is saved is cache" not in text
+    assert "| cache | none (the dynamic projections need past inputs) |" in text
+    assert "The model decodes slowly, without a cache" in text and "The smaller cache helps" not in text
 
 
 def test_an_upstream_model_has_a_card_without_our_code(plain_bert):
@@ -322,7 +322,7 @@ def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
 
 def test_the_code_is_told_with_what_it_was_run_and_how_it_is_renewed(folder):
     text = str(model_card(folder, "me/x"))
-    assert f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to" in text
+    assert f"Transformers {OLDEST_RUN} or newer. It was tested with Transformers {OLDEST_RUN} to" in text
     assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
     assert refreshed_card(text) == text and refreshed_card(text.replace("me/x", "me/y")) is None
     unpaired = text.replace(f"to {NEWEST_RUN}.", "to 5.1.")
@@ -360,7 +360,7 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
     assert "mit. The code files" in given and "license_name" not in front_matter(given)
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
     text = str(model_card(folder, "me/x"))
-    assert "mit, as the model it was made from." in text and front_matter(text)["language"] == "no"
+    assert "mit, the license of the original model." in text and front_matter(text)["language"] == "no"
 
 
 @pytest.mark.parametrize(
@@ -370,13 +370,13 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
             {"cross_kv_lora_rank": 40},
             ["multi-head-latent-attention"],
             ["2503.05840"],
-            "the input itself kept instead of keys and values, 40 numbers a source token for the cross-attention",
+            "cached encoder outputs instead of keys and values (40 numbers per source token) in the cross-attention",
         ),
         (
             {"cross_kv_lora_rank": 10, "num_key_value_heads": 4},
             ["grouped-query-attention", "multi-head-latent-attention"],
             ["2305.13245", "2405.04434"],
-            "keys and values from a latent of 10 numbers a source token",
+            "latents of dimension 10 per source token in the cross-attention of all layers",
         ),
         (
             {"per_layer_values": {"kv_lora_rank": [8, None], "num_key_value_heads": [4, 1]}},
@@ -388,7 +388,7 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
             {"per_layer_values": {"kv_lora_rank": [None, 8]}},
             ["multi-head-latent-attention"],
             ["2405.04434"],
-            "keys and values from a latent of 8 numbers a token in self-attention, in 1 of 2 layers",
+            "latents of dimension 8 per token in self-attention, in 1 of 2 layers",
         ),
     ],
     ids=["exact", "low rank", "by layer", "in a layer"],
@@ -400,13 +400,13 @@ def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
     assert said in text
     if "cross_kv_lora_rank" in fields:
-        size, name = fields["cross_kv_lora_rank"], "bytes for a token of the encoder (float32, all layers)"
+        size, name = fields["cross_kv_lora_rank"], "bytes of cache per encoder token (float32, all layers)"
         assert f"{name} | {4 * size} (multi-head: {4 * 2 * 2 * 96:,})" in text
     else:
         heads = ", ".join(map(str, fields["per_layer_values"].get("num_key_value_heads", [])))
         assert not heads or f"key/value heads | {heads} (by layer)" in text
         ranks = ", ".join(str(rank or "none") for rank in fields["per_layer_values"]["kv_lora_rank"])
-        assert f"self-attention's keys and values are made from | {ranks} (by layer)" in text
+        assert f"latent dimension in self-attention | {ranks} (by layer)" in text
     assert ("benchmark" in text) is (fields == {"cross_kv_lora_rank": 40})
 
 

@@ -47,7 +47,8 @@ def test_latents_are_said_below_the_heads():
     config = T5.config(cross_kv_lora_rank=40, per_layer_values={"kv_lora_rank": [None, 8]})
     *_, latents = heads_diagram(config).split("\n\n")
     assert latents.splitlines() == [
-        "Keys and values of the decoder's self-attention are made from 8 numbers (layer 1) of each token.",
-        "Keys and values of all cross-attentions are made from the input itself of each source token.",
+        "Keys and values of the decoder's self-attention are computed from a latent of dimension 8 (layer 1) for each "
+        "token.",
+        "Keys and values of all cross-attention modules are computed from the input itself for each source token.",
     ]
-    assert "latent" not in heads_diagram(T5.config()) and "made from" not in heads_diagram(T5.config())
+    assert "latent" not in heads_diagram(T5.config()) and "computed from" not in heads_diagram(T5.config())

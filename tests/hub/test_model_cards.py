@@ -22,6 +22,6 @@ def test_a_card_is_as_it_was_generated_and_its_metadata_is_whole(path):
     data = ModelCard.load(path, ignore_metadata_errors=False).data
     assert data.license and data.pipeline_tag and "attn-variants" in data.tags
     assert data.eval_results and all(isinstance(each.metric_value, float) for each in data.eval_results)
-    for section in ("## Heads", "## Use", "## Conversion", "## Scores", "## Limits", "## Licence", "## Papers"):
+    for section in ("## Heads", "## Use", "## Conversion", "## Scores", "## Limits", "## License", "## Papers"):
         assert f"\n{section}\n" in text
     assert "/tmp" not in text and "/work" not in text

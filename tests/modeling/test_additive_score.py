@@ -274,7 +274,7 @@ def test_scores_by_place_are_checked_and_named(tmp_path):
     assert score_parts(T5.config(**ADDITIVE), both) == ["additive scores"]
     assert score_parts(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
     T5.config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
-    assert "and additive scores in the encoder's attention, as" in str(model_card(tmp_path, "me/x"))
+    assert "and additive scores in the self-attention of the encoder" in str(model_card(tmp_path, "me/x"))
     with pytest.raises(ValueError, match="`cross_score_function`"):
         convert(T5.model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
     with pytest.raises(ValueError, match="cross_score_function="):

@@ -51,28 +51,26 @@ def test_descriptions_are_one_line_each_and_no_two_are_the_same():
 
 
 def test_the_page_of_the_fields_is_the_table():
-    page = field_page.PAGE.read_text(encoding="utf-8")
-    assert field_page.table_in(page) == field_page.table_of(), "run `make fields`"
+    assert field_page.PAGE.read_text(encoding="utf-8") == field_page.page_text(), "run `make fields`"
     assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
-    assert field_page.table_in(page, field_page.PAIRS) == field_page.pairs_of(), "run `make fields`"
+    assert field_page.table_of() in field_page.page_text() and field_page.pairs_of() in field_page.page_text()
 
 
 def test_a_row_of_the_page_says_what_the_table_does():
     rows = {row.split("`")[1]: row for row in field_page.table_of().splitlines() if "`" in row}
     ranks, init = rows["kv_lora_rank"], rows["talking_heads_init"]
-    assert "`cross_kv_lora_rank` | numbers a token that an attention makes its keys" in ranks
-    assert "| yes, but `cross_kv_lora_rank` |" in ranks
+    assert "`cross_kv_lora_rank` | rank of the latent from which an attention module computes keys" in ranks
+    assert "| yes, except `cross_kv_lora_rank` |" in ranks
     assert '| `"identity"`, `"random"` | `"identity"` |' in init
     assert {row.count(" | ") for row in rows.values()} == {5} and "{" not in rows["attention_window"]
 
 
 def test_what_cards_and_refusals_say_is_the_tables():
     said = {name: row_of(name)[1].on_card(prefix) for name, prefix in NAMES.items()}
-    of_ranks = "numbers a source token that all cross-attentions' keys and values are made from"
-    assert said["cross_kv_lora_rank"] == of_ranks
-    assert said["encoder_attention_block_size"] == "tokens in a block of the encoder's pattern"
-    assert said["attention_window"] == "tokens in a window of self-attention"
-    assert said["encoder_attention_kernel"] == "the softmax of the encoder's attention"
+    assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
+    assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
+    assert said["attention_window"] == "window size (tokens) in self-attention"
+    assert said["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
     refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
     assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}
 

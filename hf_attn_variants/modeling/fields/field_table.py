@@ -1,7 +1,7 @@
-"""The table of the fields that variants add to a configuration: a row each.
+"""The table of the fields that variants add to a configuration, with one row per field.
 
-A field is one stack's. Its twins in an encoder-decoder, `encoder_...` and `cross_...`, are of the same row. Nothing
-here imports torch, for the flags of commands are made from it.
+The per-place fields of an encoder-decoder (`encoder_...`, `cross_...`) share the row of the field without a prefix.
+This module does not import torch, because the flags of the commands are made from it.
 """
 
 from dataclasses import field as dataclass_field
@@ -16,68 +16,68 @@ __all__ = ["FIELDS", "OPTIONAL_FIELDS", "Field", "check_choice", "row_of", "vari
 
 
 class Place(NamedTuple):
-    """The words for the attentions that a prefix stands for, in descriptions and on model cards."""
+    """The words for the attentions of a prefix, in descriptions and on model cards."""
 
     attention: str
     layer: str
-    here: str  # on cards, as what follows
+    here: str  # on cards, as are the following
     whose: str
     softmax: str
     token: str
 
     def words(self) -> dict[str, str]:
-        """Return what a text may name in braces."""
-        return {**self._asdict(), "owner": self.whose + ("'" if self.whose.endswith("s") else "'s")}
+        """Return the words that a text may contain in braces."""
+        return self._asdict()
 
 
 PLACES = {
     "": Place(
-        attention="self-attention (encoder-decoders: a decoder's)",
-        layer="a layer (encoder-decoders: a decoder's)",
+        attention="self-attention (in encoder-decoders: of the decoder)",
+        layer="each layer (in encoder-decoders: of the decoder)",
         here="self-attention",
         whose="self-attention",
-        softmax="self-attention's softmax",
+        softmax="the softmax in self-attention",
         token="token",
     ),
     "encoder_": Place(
-        attention="the encoder's attention",
-        layer="an encoder layer",
-        here="the encoder's attention",
+        attention="the self-attention of the encoder",
+        layer="each encoder layer",
+        here="the self-attention of the encoder",
         whose="the encoder",
-        softmax="the softmax of the encoder's attention",
+        softmax="the softmax in the self-attention of the encoder",
         token="token",
     ),
     "cross_": Place(
         attention="cross-attention",
-        layer="a decoder layer's cross-attention",
+        layer="the cross-attention of each decoder layer",
         here="cross-attention",
-        whose="all cross-attentions",
-        softmax="cross-attention's softmax",
+        whose="all cross-attention modules",
+        softmax="the softmax in cross-attention",
         token="source token",
     ),
 }
 
 
 class Field(NamedTuple):
-    """One row.
+    """A row of the table.
 
     Args:
-        name: of the field without a prefix.
-        kind: int, str, bool, or a list or dictionary.
-        help: what it is, in a line; words of its `Place` in braces.
-        default: what it is where nothing is given.
-        prefixes: of itself and its twins.
-        choices: of its values.
-        default_names: values beside the choices that name the default of Transformers.
-        facts: what is true of it: "by_layer" (each layer may have a value of its own), "latent" (the rank of one),
-            "talking" (of talking heads), "pattern" (it says which keys are read), "kernel", "from_scratch" (no
-            conversion gives it).
-        query_heads: of key/value heads the field of the heads that share them.
-        one_for_all: the prefixes of the twins that are one for all layers, whatever `facts` says.
-        card: what a model's card says that its value is, likewise.
-        inherits: whether a twin that is not given, which is None, is the field without a prefix.
-        unknown_upstream: what it gives a model that upstream's classes have no form of, in the plural.
-        unconvertible: what it gives a checkpoint that no conversion can start from, in the plural.
+        name: name of the field without a prefix.
+        kind: type of the value: int, str, bool, list or dict.
+        help: description in one line, with words of a `Place` in braces.
+        default: value of the field if it is not set.
+        prefixes: prefixes of the field and of its per-place fields.
+        choices: allowed values.
+        default_names: further values that name the default of Transformers.
+        facts: properties of the field: "by_layer" (it may differ between layers), "latent" (it is a rank), "talking"
+            (it belongs to talking heads), "pattern" (it selects keys), "kernel" (it belongs to linear attention) or
+            "from_scratch" (a conversion cannot set it).
+        query_heads: for key/value heads, the field with the number of query heads.
+        one_for_all: prefixes whose field has the same value in all layers, regardless of `facts`.
+        card: description of the value on a model card, with words of a `Place` in braces.
+        inherits: whether a per-place field that is None uses the value of the field without a prefix.
+        unknown_upstream: property of the model that the classes of Transformers do not support, in the plural.
+        unconvertible: property of a checkpoint that a conversion cannot start from, in the plural.
     """
 
     name: str
@@ -97,29 +97,29 @@ class Field(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and those of its twins."""
+        """The names of the field and of its per-place fields."""
         return tuple(prefix + self.name for prefix in self.prefixes)
 
     def described(self, prefix: str = "") -> str:
-        """Return what the field, or the twin with this prefix, is."""
+        """Return the description of the field with this prefix."""
         text = self.help.format(**PLACES[prefix].words())
-        text += f"; of {PLACES[prefix].attention} alone" if prefix and self.inherits else ""
-        return f"{text}; one for all layers" if prefix in self.one_for_all else text
+        text += f"; only for {PLACES[prefix].attention}" if prefix and self.inherits else ""
+        return f"{text}; the same for all layers" if prefix in self.one_for_all else text
 
     def default_of(self, prefix: str = "") -> Any:
-        """Return what the field, or the twin with this prefix, is where nothing is given."""
+        """Return the value of the field with this prefix if it is not set."""
         return None if prefix and self.inherits else self.default
 
     def choices_of(self, prefix: str = "") -> tuple[str, ...]:
-        """Return the values that the field, or the twin with this prefix, may have; () = any of its kind.
+        """Return the allowed values of the field with this prefix; () = any value of its type.
 
-        A twin that inherits what may be None has a word for it, for None leaves it to the field without a prefix.
+        A per-place field that inherits its value has the choice "none", because None selects the inherited value.
         """
         has_none = prefix and self.inherits and self.default is None
         return (*self.choices, NONE) if has_none and self.choices else tuple(self.choices)
 
     def on_card(self, prefix: str = "") -> str:
-        """Return what a model's card says that its value, or that of the twin with this prefix, is."""
+        """Return the description of the value of the field with this prefix on a model card."""
         return (self.card or "").format(**PLACES[prefix].words())
 
 
@@ -128,7 +128,7 @@ FIELDS = (
     Field(
         "num_key_value_heads",
         int,
-        "key/value heads of {layer}; 1: multi-query",
+        "number of key/value heads in {layer}; 1 = multi-query",
         prefixes=STACKS,
         facts=("by_layer",),
         query_heads="num_attention_heads",
@@ -136,27 +136,27 @@ FIELDS = (
     Field(
         "value_head_dim",
         int,
-        "size of the value heads of all attentions, where it is not that of the query and key heads",
+        "size of a value head in all attention modules, if it differs from the size of a query head",
         facts=("from_scratch",),
-        card="numbers of a value head",
-        unknown_upstream="value heads of another size than keys",
-        unconvertible="values of another size than keys",
+        card="size of a value head",
+        unknown_upstream="value heads whose size differs from the key heads",
+        unconvertible="value heads whose size differs from the key heads",
     ),
     Field(
         "kv_lora_rank",
         int,
-        "numbers a token that {attention} makes its keys and values from; as many as the input has: the input itself, "
-        "without loss",
+        "rank of the latent from which {attention} computes keys and values; the width of the input caches the input "
+        "itself, without loss",
         prefixes=ALL,
         facts=("latent", "by_layer"),
         one_for_all=("cross_",),
-        card="numbers a {token} that {owner} keys and values are made from",
+        card="latent dimension in {here}",
     ),
-    Field("per_layer_values", dict, 'values that differ by layer, as JSON: {{"kv_lora_rank": [64, 32]}}'),
+    Field("per_layer_values", dict, 'values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
     Field(
         "talking_heads",
         str,
-        "projections across heads",
+        "talking-heads projections: of the logits, of the weights or of both",
         prefixes=ALL,
         choices=TALKING_HEADS,
         facts=("talking", "by_layer"),
@@ -166,7 +166,7 @@ FIELDS = (
     Field(
         "num_softmax_heads",
         int,
-        "talking heads: heads of the softmax",
+        "talking heads: number of softmax heads",
         prefixes=ALL,
         facts=("talking", "by_layer"),
         inherits=True,
@@ -174,7 +174,7 @@ FIELDS = (
     Field(
         "num_value_heads",
         int,
-        "talking heads: heads of the values; needs a weights projection to differ from the softmax heads",
+        "talking heads: number of value heads; differs from the softmax heads only with a weights projection",
         prefixes=ALL,
         facts=("talking", "by_layer"),
         inherits=True,
@@ -182,7 +182,7 @@ FIELDS = (
     Field(
         "talking_heads_init",
         str,
-        "what new projections hold",
+        "talking heads: initialization of new projections",
         IDENTITY,
         prefixes=ALL,
         choices=TALKING_HEADS_INITS,
@@ -192,7 +192,7 @@ FIELDS = (
     Field(
         "talking_heads_dynamic",
         list,
-        "talking heads: input-dependent terms to add",
+        "talking heads: input-dependent projections to add",
         (),
         prefixes=ALL,
         choices=tuple(DYNAMIC_PROJECTIONS),
@@ -202,7 +202,7 @@ FIELDS = (
     Field(
         "attention_pattern",
         str,
-        "which tokens {attention} reads",
+        "pattern that selects the keys of {attention}",
         prefixes=STACKS,
         choices=PATTERNS,
         facts=("pattern",),
@@ -211,15 +211,16 @@ FIELDS = (
     Field(
         "attention_window",
         int,
-        "tokens in a window of {attention}, of a pattern or a hybrid kernel: half on each side; a decoder's: the last",
+        "window size in tokens of {attention}, for patterns and hybrid kernels: half on each side, in decoders the "
+        "most recent ones",
         prefixes=STACKS,
         facts=("pattern", "by_layer"),
-        card="tokens in a window of {here}",
+        card="window size (tokens) in {here}",
     ),
     Field(
         "attention_dilation",
         int,
-        "step between the tokens of a window or block that {attention} reads",
+        "step between the tokens in a window or block of {attention}",
         1,
         prefixes=STACKS,
         facts=("pattern",),
@@ -227,7 +228,7 @@ FIELDS = (
     Field(
         "num_global_tokens",
         int,
-        "first tokens, of encoders, that read all and are read by all",
+        "number of global tokens at the start of the text (only encoders)",
         0,
         prefixes=STACKS,
         facts=("pattern",),
@@ -235,15 +236,15 @@ FIELDS = (
     Field(
         "attention_block_size",
         int,
-        "tokens in a block of {attention}; strided: the stride",
+        "block size in tokens of {attention}; for `strided`, the stride",
         prefixes=STACKS,
         facts=("pattern",),
-        card="tokens in a block of {owner} pattern",
+        card="block size (tokens) in {here}",
     ),
     Field(
         "num_random_blocks",
         int,
-        "random_blocks: how many others a block of {attention} reads by chance",
+        "`random_blocks`: number of random blocks per block of {attention}",
         0,
         prefixes=STACKS,
         facts=("pattern",),
@@ -251,7 +252,7 @@ FIELDS = (
     Field(
         "attention_seed",
         int,
-        "random_blocks: what those of {attention} are drawn from",
+        "`random_blocks`: seed of the random blocks of {attention}",
         0,
         prefixes=STACKS,
         facts=("pattern",),
@@ -259,7 +260,7 @@ FIELDS = (
     Field(
         "num_summary_tokens",
         int,
-        "fixed: tokens at the end of a block of {attention} that all read",
+        "`fixed`: number of tokens at the end of each block of {attention} that all tokens attend to",
         0,
         prefixes=STACKS,
         facts=("pattern",),
@@ -267,7 +268,7 @@ FIELDS = (
     Field(
         "split_attention_heads",
         bool,
-        "strided, fixed: half of the heads of {attention} read near, the others far tokens",
+        "`strided`, `fixed`: half of the heads of {attention} attend to near tokens, the others to far tokens",
         False,
         prefixes=STACKS,
         facts=("pattern",),
@@ -275,7 +276,7 @@ FIELDS = (
     Field(
         "attention_kernel",
         str,
-        "what {attention} has in the place of a softmax: linear attention",
+        "kernel that replaces the softmax of {attention} (linear attention)",
         prefixes=ALL,
         choices=KERNELS,
         facts=("kernel", "by_layer"),
@@ -285,14 +286,14 @@ FIELDS = (
     Field(
         "attention_kernel_features",
         int,
-        "of kernels: width of learned maps, number of random vectors or of rows",
+        "kernels: width of the learned features, number of random vectors or number of rows",
         facts=("kernel",),
     ),
-    Field("attention_kernel_seed", int, "of kernels: what is drawn, is drawn from it", 0, facts=("kernel",)),
+    Field("attention_kernel_seed", int, "kernels: seed of the random vectors", 0, facts=("kernel",)),
     Field(
         "position_embedding_type",
         str,
-        "positions, where they are not the host's own",
+        "position embeddings, if they differ from those of the architecture",
         choices=("sinusoidal",),
         default_names=("absolute",),
         facts=("from_scratch",),
@@ -301,13 +302,13 @@ FIELDS = (
     Field(
         "score_function",
         str,
-        "scores, where they are no dot products",
+        "score function, if it differs from the dot product",
         prefixes=ALL,
         choices=("additive",),
         facts=("from_scratch",),
         inherits=True,
         unknown_upstream="additive scores",
-        unconvertible="other scores than dot products",
+        unconvertible="scores other than dot products",
     ),
 )
 
@@ -321,15 +322,15 @@ OPTIONAL_FIELDS = (
 
 
 def row_of(name: str) -> tuple[str, Field]:
-    """Return the prefix of a field's name, and its row."""
+    """Return the prefix and the row of a field."""
     return _ROWS[name]
 
 
 def check_choice(name: str, value: Any) -> None:
-    """Check that a value of a field, of all layers or of one, is one of the field's choices; None is the default.
+    """Check that the value of a field is one of its choices; None is the default.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if the value is not one of the choices.
     """
     prefix, row = row_of(name)
     known = (*row.choices_of(prefix), *row.default_names)
@@ -339,9 +340,9 @@ def check_choice(name: str, value: Any) -> None:
 
 
 def variant_field(name: str) -> Any:
-    """Return the dataclass field of a configuration that a row of the table says.
+    """Return the dataclass field of a configuration for a row of the table.
 
-    Its metadata has the description as "variant", and what the row says is true of it.
+    Its metadata contains the description ("variant") and the facts of the row.
     """
     prefix, row = row_of(name)
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}

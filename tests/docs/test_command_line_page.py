@@ -1,0 +1,27 @@
+"""The page of the command line contains the current help of each command."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_attn_variants import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs/command_line_page.py"
+
+
+def words(text):
+    # Versions of Python break the lines of a help at other places.
+    return "".join(text.split())
+
+
+def test_the_page_of_the_command_line_is_up_to_date():
+    page = runpy.run_path(str(SCRIPT))
+    assert page["GUIDES"].keys() == cli.COMMANDS.keys()
+    # Other tests change defaults, which the help names. A new process has the original ones.
+    command = [sys.executable, "-c", f"import runpy; print(runpy.run_path({str(SCRIPT)!r})['page_text']())"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = page["PAGE"].read_text(encoding="utf-8")
+    assert words(text) == words(made), "run `make fields`"
+    assert str(ROOT) not in text
