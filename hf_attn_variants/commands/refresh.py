@@ -83,7 +83,7 @@ def _refresh(source: Path, output: Path) -> float:
     from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..hub.card import refreshed_card
     from ..hub.push import folder_files
-    from ..modeling.travel import travelling_names
+    from ..modeling.remote_code import travelling_names
     from ..registration import variant_model_class
 
     config = read_config(source)

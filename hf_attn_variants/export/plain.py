@@ -28,7 +28,7 @@ from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.travel import travelling_names
+from ..modeling.remote_code import travelling_names
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from architectures import ARCHITECTURES, BERT
 from safetensors.torch import save_file
 
 import hf_attn_variants
-from hf_attn_variants.modeling.hosts.configuration_attn_variants import CONFIG_CLASSES
-from hf_attn_variants.modeling.travel import code_files, write_code
+from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
+from hf_attn_variants.modeling.remote_code import code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
@@ -194,7 +194,7 @@ def test_one_file_alone_opens_others():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in opening
     }
-    assert found == {"travel.py"}
+    assert found == {"remote_code.py"}
 
 
 @pytest.mark.thorough

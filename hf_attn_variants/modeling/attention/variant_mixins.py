@@ -14,7 +14,6 @@ from ..fields.composition import check_implementation
 from ..fields.kernel_fields import has_kernel
 from ..fields.loading_checks import adds_talking_heads, warn_of_positions
 from ..fields.variant_config import can_cache
-from ..host_trial import try_host
 from ..mechanisms.additive_score import score_of
 from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import drawn_names
@@ -23,7 +22,8 @@ from ..mechanisms.patterns.compressed_pattern import compression_of
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, beginning_of_talking_heads, keeps_cache
 from ..ops.padded_rows import settle_padding
-from ..travel import lies_in_a_room
+from ..remote_code import is_package_class
+from ..transformers_trial import try_host
 from ..upstream import cache_name, changed, check_attributes, refuse_two_caches
 from ..upstream_checks import check_models, check_paths
 from ..variant_names import EAGER, SDPA
@@ -77,7 +77,7 @@ class AttnVariantModelMixin(_Model):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
-        if not lies_in_a_room(cls):
+        if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

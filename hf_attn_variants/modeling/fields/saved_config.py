@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..travel import lies_in_a_room, write_code
+from ..remote_code import is_package_class, write_code
 
 __all__ = ["SavedWithCode", "without_repository"]
 
@@ -32,7 +32,7 @@ class SavedWithCode(_Saved):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
-        if not lies_in_a_room(cls):
+        if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:

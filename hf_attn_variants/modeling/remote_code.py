@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["code_files", "lies_in_a_room", "travelling_names", "write_code"]
+__all__ = ["code_files", "is_package_class", "travelling_names", "write_code"]
 
 HERE = Path(__file__).parent
 # A repository has one host, whose file travels as it is.
-NOT_JOINED = ("hosts",)
+NOT_JOINED = ("architectures",)
 
 
 class _Import(NamedTuple):
@@ -57,7 +57,7 @@ def code_files(*modules: str) -> Mapping[str, str]:
     return {f"{name}.py": "\n\n".join(texts[name]) for name in sorted(texts)}
 
 
-def lies_in_a_room(cls: type) -> bool:
+def is_package_class(cls: type) -> bool:
     """Say whether a class is of a file in one of these rooms, which transformers cannot copy by itself.
 
     In a repository there are none, nor around a class that somebody derives from ours.
