@@ -26,9 +26,9 @@ from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
+from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.remote_code import travelling_names
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-OWN_CODE = travelling_names()
+OWN_CODE = file_names()
 # Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
 NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
 

@@ -38,6 +38,7 @@ from .layer_values import LayerValue, checked_layer_values, from_per_layer_confi
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
 from .talking_fields import check_talking_heads
+from .used_mechanisms import check_included, used_mechanisms
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -157,6 +158,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
         self.per_layer_values = checked_layer_values(self)
+        used = used_mechanisms(self)
+        check_included(used)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
@@ -164,10 +167,13 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
         self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
-        check_patterns(self)
+        if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid has a window, too
+            check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
-        check_kernels(self)
-        check_together(self)
+        if "linear_attention" in used:
+            check_kernels(self)
+        if used:
+            check_together(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..variant_names import ATTN_VARIANTS_VERSION
+from ..variant_names import NAME_SUFFIX
 from .attention_operands import Operands
 from .backend_choice import BACKENDS, choose_backend
 from .reach import Reach
@@ -26,7 +26,7 @@ __all__ = ["NAMESPACE", "autocasts", "check_mask", "one_dtype", "registered_op",
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 # Names carry the version: the installed package and a Hub repository of another version share one process.
-NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
+NAMESPACE = f"attn_variants_{NAME_SUFFIX}"
 # torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
 _OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
