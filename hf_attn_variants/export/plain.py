@@ -28,6 +28,7 @@ from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
 from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import FIELD_TEXTS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
 
@@ -88,7 +89,12 @@ def travels_without_code(folder: Path, name: str) -> bool:
 
 HALF = (torch.float16, torch.bfloat16)
 # Fields whose values upstream's classes do not know.
-NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
+NO_PLAIN_FORM = {
+    name: text
+    for row in FIELDS
+    for name in row.names
+    if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
+}
 
 
 @dataclass(frozen=True)

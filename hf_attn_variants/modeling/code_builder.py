@@ -28,6 +28,7 @@ NOT_JOINED = "architectures"
 BASE = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
+LINE_LENGTH = 119
 
 ANY = ("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads")
 # Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/mechanisms_used.py`).
@@ -308,7 +309,7 @@ def _file_text(
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
                 _add_plain_import(plain, imports, definition.node, names)
             else:
-                body.append(_definition_text(definition, module, modules))
+                body.append(_definition_text(definition, module, modules, names))
         uses = {name for definition in kept for name in definition.uses}
         for name, place in module.imported.items():
             if name in uses and place in reached:
@@ -347,6 +348,21 @@ def _add_plain_import(
                 imports.setdefault(node.module or "", set()).add(shown)
 
 
+def _guarded_imports(block: ast.With, names: set[str]) -> str:
+    """Return a block of imports with the names that are reached."""
+    lines = [f"with {ast.unparse(block.items[0])}:"]
+    for node in block.body:
+        imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
+        if isinstance(node, ast.ImportFrom) and imported:
+            whole = ast.ImportFrom(module=node.module, names=imported, level=node.level)
+            line = f"    {ast.unparse(whole)}"
+            if len(line) > LINE_LENGTH:
+                inside = "".join(f"        {ast.unparse(alias)},\n" for alias in imported)
+                line = f"    from {node.module} import (\n{inside}    )"
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def _joined(parts: list[str]) -> str:
     """Return statements with two blank lines around each function and class."""
     text = ""
@@ -357,17 +373,23 @@ def _joined(parts: list[str]) -> str:
     return text
 
 
-def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module]) -> str:
-    """Return the source of a statement, with imports inside it changed to those of a repository."""
+def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
+    """Return the source of a statement, with imports inside it changed to those of a repository.
+
+    Args:
+        names: what is reached of the statement; a block of guarded imports keeps these names only.
+    """
+    if isinstance(definition.node, ast.With):
+        return _guarded_imports(definition.node, names)
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
     first = end - len(lines) + 1  # the line of the module at which the text begins
     inner = [each for each in ast.walk(definition.node) if isinstance(each, ast.ImportFrom) and each.level]
     for child in sorted(inner, key=lambda each: -each.lineno):
         source = (child.module or "").rpartition(".")[2]
-        names = ", ".join(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in child.names)
+        shown = ", ".join(map(ast.unparse, child.names))
         is_joined = modules[source].file == module.file
-        new = "pass" if is_joined else f"from .{modules[source].file} import {names}"
+        new = "pass" if is_joined else f"from .{modules[source].file} import {shown}"
         lines[child.lineno - first : (child.end_lineno or child.lineno) - first + 1] = [
             f"{' ' * child.col_offset}{new}"
         ]

@@ -178,11 +178,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self.use_cache = False
 
     @classmethod
-    def variant_fields(cls) -> dict[str, str]:
-        """Return the fields that this package adds to upstream's, described; key/value heads first, then ranks."""
+    def variant_fields(cls) -> tuple[str, ...]:
+        """Return the fields that this package adds to those of Transformers: key/value heads first, then ranks."""
         own = [each for each in fields(cls) if "variant" in each.metadata]
         own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
-        return {each.name: each.metadata["variant"] for each in own}
+        return tuple(each.name for each in own)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
