@@ -20,6 +20,7 @@ REPOSITORIES = {
     "grouped": ({"num_key_value_heads": 2}, set()),
     "windowed": ({"attention_pattern": "sliding_window", "attention_window": 4}, {"patterns"}),
     "latent": ({"kv_lora_rank": 8}, {"latents"}),
+    "layers": ({"per_layer_values": {"num_key_value_heads": [1, 12]}}, {"unequal_layers"}),
     "talking": ({"talking_heads": "both", "talking_heads_init": "random"}, {"talking_heads"}),
     "linear": ({"attention_kernel": "hybrid", "attention_window": 4}, {"linear_attention"}),
     "additive": (
@@ -84,7 +85,7 @@ def test_used_mechanisms_are_those_of_the_fields(name):
 
 
 def test_a_value_in_one_layer_selects_the_mechanism():
-    assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents"}
+    assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents", "unequal_layers"}
     assert used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {"talking_heads"}
     assert used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
 

@@ -148,6 +148,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         Raises:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
+        used = used_mechanisms(self)
+        check_included(used)
         for name in self.layer_fields:
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
@@ -157,9 +159,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
-        self.per_layer_values = checked_layer_values(self)
-        used = used_mechanisms(self)
-        check_included(used)
+        if self.per_layer_values is not None:
+            self.per_layer_values = checked_layer_values(self)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
