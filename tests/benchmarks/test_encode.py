@@ -66,7 +66,7 @@ def test_a_model_that_computes_something_else_is_not_timed(measure, monkeypatch)
     model = hf_attn_variants.AttnVariantBertModel
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda self, *args, **given: forward(self, *args, **given | NO_MASK))
-    with pytest.raises(ValueError, match="and BertModel of the same weights put out different numbers"):
+    with pytest.raises(ValueError, match="and BertModel with the same weights have different outputs"):
         measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 8, 1)
 
 

@@ -420,7 +420,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, m
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rounds": 0}, "`rounds` must be at least 1; got 0"),
+        ({"rounds": 0}, "`rounds` must be at least 1, got 0"),
         ({"num_beams": 2}, "`num_beams` is for encoder-decoders"),
         ({"kv_heads": [5], "length": 8}, "must divide"),
         ({"length": 10**6}, "the model has"),
