@@ -267,7 +267,11 @@ def _maps_of_call(
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
     stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
     named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    projections = tuple(HeadProjection(*names, _cpu(matrix)) for *names, matrix in named if matrix is not None)
+    projections = tuple(
+        HeadProjection(name, rows, columns, _cpu(matrix))
+        for name, rows, columns, matrix in named
+        if matrix is not None
+    )
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     stages = (*mixed, stage)
