@@ -33,7 +33,7 @@ def small_maps(monkeypatch):
     from hf_attn_variants.quantization import packed_linear, quantize
 
     for module in (packed_linear, quantize):
-        monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
+        monkeypatch.setattr(module, "MIN_WEIGHTS", 1)
 
 
 def config_of(architecture):
