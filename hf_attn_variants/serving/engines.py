@@ -58,11 +58,11 @@ class Exported:
 
 def why_not(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
     """Return why CTranslate2 cannot serve a checkpoint with some fields changed, in a sentence; None where it can."""
-    from ..export.ctranslate2_check import check_has_form
+    from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
     try:
-        check_has_form(model_class_of(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(model_class_of(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
