@@ -172,7 +172,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        OSError: If there is none.
+        OSError: If the checkpoint has no tokenizer.
     """
     advice = ", from which the vocabulary of CTranslate2 is made."
     if not any(path.name.endswith(TOKENIZER_FILES) for path in folder.iterdir()):

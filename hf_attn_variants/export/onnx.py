@@ -44,7 +44,7 @@ __all__ = ["OPSETS", "Graph", "OnnxExport", "Sizes", "export_onnx", "model_graph
 TensorDict = dict[str, torch.Tensor]
 # The names of the dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
-LENGTH, CHOICES = "sequence_length", "num_choices"
+SEQUENCE, CHOICES = "sequence_length", "num_choices"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     """
     config, stacks = model.config, {site.stack_of(model.config) for site, _, _ in model.named_attentions()}
     longest = longest_input(config)
-    limits = {} if longest is None else {LENGTH: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
+    limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
         return [_encoder_graph(model, limits)]
     name = upstream_architecture(type(model))
@@ -109,7 +109,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
 
 
 class _Encoder(nn.Module):
-    """A model or an encoder as a module from inputs to outputs by name."""
+    """A module that runs a model or an encoder with a dictionary of inputs."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -157,9 +157,9 @@ def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
     # RoBERTa accepts token types, but has only one.
     if "token_type_ids" in inspect.signature(model.forward).parameters and model.config.type_vocab_size > 1:
         names.append("token_type_ids")
-    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: LENGTH}
+    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SEQUENCE}
     if has_choices:
-        axes = {0: BATCH, 1: CHOICES, 2: LENGTH}
+        axes = {0: BATCH, 1: CHOICES, 2: SEQUENCE}
 
     def inputs(sizes: Sizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
@@ -242,7 +242,7 @@ def _filled_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
 
 
 def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
-    """Return the tensors of a Transformers cache by name."""
+    """Return {name: tensor} for a Transformers cache."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
     names = [_cache_names(config, part, "present") for part in parts]
     tensors = {}

@@ -10,10 +10,10 @@ from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
 from ..model_history import read_json
 
-__all__ = ["METRICS", "GlueRun", "ModelScores", "Spread", "model_scores", "read_runs"]
+__all__ = ["GLUE_METRICS", "GlueRun", "ModelScores", "Spread", "model_scores", "read_runs"]
 
 # {task: the metrics whose mean is the score of the task}.
-METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
+GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
 # Arguments in which two seeds of one model may differ, because they change neither training nor dev set scores.
 FREE_ARGUMENTS = frozenset(
     "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
@@ -185,13 +185,13 @@ def _read_run(folder: Path) -> GlueRun | str:
     if results is None:
         return f"it has no {RESULTS_NAME}"
     task = results.get("task_name")
-    if task not in METRICS or "dataset" in results:  # SuperGLUE has RTE too, and its runs record `dataset`
+    if task not in GLUE_METRICS or "dataset" in results:  # SuperGLUE has RTE too, and its runs record `dataset`
         return "its task is not a GLUE task"
     arguments = results.get("arguments")
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"it was evaluated only on the first {arguments['max_eval_samples']} rows of the dev set"
-    undefined = [name for name in _metrics(results, METRICS[task]) if results.get(name, 0) is None]
+    undefined = [name for name in _metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
     if undefined:
         return f"{undefined[0]} is undefined, for example because all predictions are the same"
     if results.get("eval_loss", 0) is None:
@@ -199,7 +199,7 @@ def _read_run(folder: Path) -> GlueRun | str:
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} must have a model name and a seed. Run the training again.")
-    metrics = METRICS[task]
+    metrics = GLUE_METRICS[task]
     score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
@@ -233,8 +233,8 @@ def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
         by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
     scores = []
     for model, tasks in by_model.items():
-        names = [name for name in METRICS if name in tasks]
+        names = [name for name in GLUE_METRICS if name in tasks]
         spreads = {name: Spread.of(tasks[name]) for name in names}
-        missing = [name for name in METRICS if name not in tasks]
+        missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))

@@ -56,7 +56,7 @@ def check_sizes(**sizes: int | None) -> None:
     """Check that sizes are at least 1.
 
     Args:
-        **sizes: The sizes by name. None is not checked.
+        **sizes: The values of the arguments. None is not checked.
 
     Raises:
         ValueError: If a size is below 1.
@@ -67,9 +67,10 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnVariantModelMixin:
-    """Untie the output embeddings of a model if its `config.json` says so, and return the model.
+    """Untie the output embeddings of a model if `tie_word_embeddings` in its `config.json` is False.
 
-    This is necessary because the configuration class of T5 always sets `tie_word_embeddings` to True.
+    This is necessary because the configuration class of T5 always sets `tie_word_embeddings` to True. The model is
+    changed in place and returned.
     """
     head = model.get_output_embeddings()
     if head is not None and model.config.tie_word_embeddings and config.get("tie_word_embeddings") is False:

@@ -153,7 +153,7 @@ def check_cache(models: Mapping[str, Any]) -> None:
     """Check that each model decodes the same tokens with and without its cache.
 
     Args:
-        models: The float32 encoder-decoders by name.
+        models: {name: float32 encoder-decoder}.
 
     Raises:
         ValueError: If the tokens differ.
@@ -178,6 +178,7 @@ def _compare_decoded(
 
 
 def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise `ValueError` with the text `fault` if two outputs differ by more than rounding."""
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= MAX_RELATIVE_DIFFERENCE:
         raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")
@@ -218,6 +219,7 @@ def _random_tokens(model: Any, length: int) -> torch.Tensor:
 
 
 def _padding_mask(model: Any, length: int) -> torch.Tensor:
+    """Return an attention mask of which the second half of the second text is padding."""
     mask = torch.ones(NUM_TEXTS, length, dtype=torch.long, device=model.device)
     mask[1, length // 2 :] = 0
     return mask

@@ -1,7 +1,7 @@
 """Products of float32 inputs with an int8 weight on a CPU, computed by operators of torch.
 
 A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of a
-call are rounded as they come, each token by its own largest magnitude: x = step * n, with integers n. So
+call are rounded token by token, relative to the largest magnitude of each token: x = step * n, with integers n. Then
 
     W x = scales * step * (N n)
 
@@ -163,7 +163,7 @@ class EngineProduct(Product):
     """The dynamic quantized operator of torch, which is QNNPACK on ARM.
 
     The operator chooses one scale and zero point for all inputs from their range. An extra row that spans the whole
-    range makes the scale 1 and keeps the numbers as they are.
+    range makes the scale 1, so that the numbers do not change.
     """
 
     name = "torch.ops.quantized.linear_dynamic"

@@ -297,6 +297,7 @@ class PackedLinear(nn.Module):
         return output.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else output
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
+        """Return y in float32, with a custom operator if the call is compiled."""
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
         if torch.compiler.is_exporting():

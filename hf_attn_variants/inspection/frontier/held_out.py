@@ -32,12 +32,12 @@ MASKED_SHARE = 0.15
 # {measure: its description and unit}.
 MEASURES = {
     "targets": "cross-entropy of the targets, nats per token",
-    "transcripts": "cross-entropy of the source's own transcripts, nats per token",
+    "transcripts": "cross-entropy of the transcripts of the base model, nats per token",
     "masked words": "cross-entropy of masked words, nats per token",
     "next words": "cross-entropy of the next word, nats per token",
-    "predictions": "divergence from the source's predictions, nats per prediction",
-    "scores": "error of the source's scores, as a share of their variance",
-    "embeddings": "1 - cosine to the source's sentence embeddings",
+    "predictions": "divergence from the predictions of the base model, nats per prediction",
+    "scores": "error of the scores, relative to the variance of those of the base model",
+    "embeddings": "1 - cosine to the sentence embeddings of the base model",
 }
 # The measures that compare the outputs of a variant with those of the base model.
 COMPARED_MEASURES = ("predictions", "scores", "embeddings")

@@ -441,7 +441,7 @@ class Frontier:
         return self.rows[0]
 
     def cheapest(self, loss: float) -> FrontierRow | None:
-        """Return the smallest variant within a limit, or None if there is none.
+        """Return the smallest variant within a limit, or None if no variant is.
 
         Args:
             loss: The largest `loss_above`.
