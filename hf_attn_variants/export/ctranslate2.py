@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -21,17 +21,19 @@ from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .ctranslate2_check import (
+    Agreement,
     Tokens,
     check_ctranslate2_support,
+    generate_greedily,
+    generate_with_ctranslate2,
+    make_random_inputs,
+    max_generated_tokens,
     model_tokens,
     translator_usage,
     unsupported_settings,
     whisper_usage,
 )
 from .plain import is_independent_of_code, source_model, upstream_architecture
-
-if TYPE_CHECKING:  # its import needs CTranslate2
-    from .ctranslate2_check import Agreement
 
 __all__ = ["CTranslate2Export", "export_ctranslate2"]
 
@@ -58,7 +60,7 @@ class CTranslate2Export:
     architecture: str
     quantization: str
     heads: dict[str, tuple[int, Any]]
-    agreement: "Agreement"
+    agreement: Agreement
     usage: str
     unsaid: dict[str, Any]
 
@@ -98,34 +100,22 @@ def export_ctranslate2(
     """Export a checkpoint of this package or of Transformers to CTranslate2, with its tokenizer files.
 
     Grouped key/value heads stay grouped, and latent projections are multiplied into the key and value projections.
-    Before the output folder appears, the greedy outputs of CTranslate2 are compared with those of the model.
+    The greedy outputs of CTranslate2 are compared with those of the model before the output folder appears.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
         output_dir: A new or empty folder.
-        quantization: The type of the weights: "float32", "float16", "bfloat16", "int16", "int8", "int8_float32",
-            "int8_float16" or "int8_bfloat16".
+        quantization: The type of the weights: "float32", "int8" or another one of `QUANTIZATIONS`.
         allow_pickle, revision, token: See `convert_checkpoint`.
 
-    Returns:
-        A description of the export.
-
     Raises:
-        ValueError: If CTranslate2 is not installed or does not support the model, the quantization is unknown, or the
-            float32 outputs differ from those of the model.
+        ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs are different.
         OSError: If a file (of the tokenizer, for example) is missing or cannot be written.
 
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
     _check_package()
-    from .ctranslate2_check import (
-        Agreement,
-        generate_greedily,
-        generate_with_ctranslate2,
-        make_random_inputs,
-        max_generated_tokens,
-    )
     from .ctranslate2_specs import QUANTIZATIONS, model_specification
 
     if quantization not in QUANTIZATIONS:
@@ -215,7 +205,7 @@ def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check_agreement(agreement: "Agreement", tokens: Tokens, quantization: str) -> None:
+def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:
     """Raise `ValueError` if CTranslate2 generates other tokens than the model with float32 weights."""
     if quantization != FLOAT32 or agreement.first is None:
         return
@@ -232,7 +222,7 @@ def _describe_export(
     model: AttnVariantModelMixin,
     tokens: Tokens,
     quantization: str,
-    agreement: "Agreement",
+    agreement: Agreement,
 ) -> CTranslate2Export:
     """Return the description of the export."""
     heads = {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ctranslate2
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -489,6 +488,8 @@ def generate_with_ctranslate2(
     Returns:
         The token ids of each input.
     """
+    import ctranslate2  # here, because the other functions do not need it
+
     weight_type = {"int16": "int16"}.get(
         quantization, "int8_float32" if quantization.startswith("int8") else "float32"
     )
@@ -516,6 +517,8 @@ def generate_with_ctranslate2(
 
 def _transcribe(whisper: Any, features: torch.Tensor, tokens: Tokens, max_tokens: int) -> list[list[int]]:
     """Return the greedy outputs of a Whisper model, with the end tokens."""
+    import ctranslate2
+
     results = whisper.generate(
         ctranslate2.StorageView.from_array(np.ascontiguousarray(features.numpy())),
         [tokens.prompt] * len(features),

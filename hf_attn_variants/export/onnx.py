@@ -328,12 +328,8 @@ def export_onnx(
         opset: The ONNX opset, one of `OPSETS`.
         allow_pickle, revision, token: See `convert_checkpoint`.
 
-    Returns:
-        A description of the export.
-
     Raises:
-        ValueError: If a package is missing, torch is too old, the model is not supported, or the outputs of a graph
-            differ from those of the model.
+        ValueError: If a package is missing, torch is too old, the model is not supported, or a graph is incorrect.
         OSError: If a file is missing or cannot be written.
 
     Example:
