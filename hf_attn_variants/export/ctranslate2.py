@@ -131,8 +131,7 @@ def export_ctranslate2(
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
         copied, _ = side_files(folder, reader.files)
-        num_weights = sum(entry.numel for entry in reader.entries.values())
-        check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * num_weights)
+        _check_disk_space(output, reader.entries, quantization)
         tensors = converted_tensors(plan, reader, {})
     model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
@@ -145,9 +144,8 @@ def export_ctranslate2(
         name_classes(stage, {**config, "model_type": _transformers_model_type(config)})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
-        max_tokens = max_generated_tokens(model, tokens)
-        generated = generate_with_ctranslate2(stage, inputs, tokens, max_tokens, quantization)
-        agreement = Agreement.compare(expected, generated)
+        limit = max_generated_tokens(model, tokens)
+        agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
 
@@ -156,6 +154,12 @@ def _check_package() -> None:
     """Raise `ValueError` if CTranslate2 is not installed."""
     if importlib.util.find_spec("ctranslate2") is None:
         raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
+
+
+def _check_disk_space(output: Path, entries: Mapping[str, TensorEntry], quantization: str) -> None:
+    """Raise an error if the disk is too full for the weights of the export."""
+    num_weights = sum(entry.numel for entry in entries.values())
+    check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * num_weights)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
