@@ -72,7 +72,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
             f"{', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     for field in fields_in_effect(config):
-        if row_of(field)[1].unknown_upstream:
+        if "not_in_transformers" in row_of(field)[1].facts:
             raise ValueError(
                 f"`{field}` is {getattr(config, field)!r}, but CTranslate2 supports only grouped heads. "
                 "Use `--to onnx`."

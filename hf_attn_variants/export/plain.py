@@ -25,9 +25,10 @@ from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
+from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import FIELD_TEXTS
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.travel import travelling_names
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-REMOTE_CODE_FILES = travelling_names()
+REMOTE_CODE_FILES = file_names()
 # The fields of a variant configuration that are left out of the Transformers one, in addition to the variant fields.
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
@@ -96,7 +97,12 @@ def is_independent_of_code(folder: Path, name: str) -> bool:
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 # {field that the Transformers classes do not support: what it does}.
-NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
+NO_PLAIN_FORM = {
+    name: text
+    for row in FIELDS
+    for name in row.names
+    if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
+}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import talks
 from ..modeling.upstream import check_attributes
-from ..modeling.variant_names import EAGER, SDPA
+from ..modeling.variant_names import plain_implementation
 from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
@@ -214,7 +214,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
     """
     name, config = type(model).__name__, model.config
     _check_encoder_decoder(model)
-    _check_implementation(model, (EAGER, SDPA))
+    _check_implementation(model, IMPLEMENTATIONS)
     if talks(config, "cross_"):
         raise ValueError(
             f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
@@ -230,7 +230,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
 def _check_implementation(model: PreTrainedModel, supported: Iterable[str]) -> None:
     """Raise `ValueError` if the attention implementation of a model is not supported."""
     implementation = model.config._attn_implementation
-    if implementation not in supported:
+    if plain_implementation(implementation) not in supported:
         raise ValueError(
             f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
             '`model.set_attn_implementation("sdpa")` first.'
