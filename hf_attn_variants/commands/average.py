@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         ValueError, OSError: if results cannot be read, there is no run, or two of one task, model and seed.
     """
     from ..files import atomic_write
-    from ..inspection.benchmark_scores import METRICS, model_scores, read_runs
+    from ..inspection.benchmark_scores import GLUE_METRICS, model_scores, read_runs
     from ..inspection.tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)
@@ -47,9 +47,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     results = {"glue": [model.to_dict() for model in models], "left_out": left_out}
     if args.output_file is not None:
         atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    tasks = [task for task in METRICS if any(task in model.tasks for model in models)]
+    tasks = [task for task in GLUE_METRICS if any(task in model.tasks for model in models)]
     rows = [
-        [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(METRICS))]
+        [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(GLUE_METRICS))]
         for model in models
     ]
     print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)

@@ -113,7 +113,7 @@ def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list
 
     With beams transformers' own class has the first row, for it keeps more.
     """
-    now, kept = table.current, table.kv_cache_bytes_as_it_is
+    now, kept = table.current, table.current_kv_cache_bytes
     stacks = list(now.flops_per_token) if details else []
     sites = list(now.kv_cache_bytes_per_token or ()) if details else []
     has_cache = now.kv_cache_bytes is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
-from ..inspection.speed import HEARING, ready_to_time, timed_auto_class, upstream_model
+from ..inspection.speed import AUDIO_AUTO_CLASSES, ready_to_time, timed_auto_class, upstream_model
 from ..model_properties import limits_of_the_call
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
@@ -58,11 +58,11 @@ class Exported:
 
 def why_not(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
     """Return why CTranslate2 cannot serve a checkpoint with some fields changed, in a sentence; None where it can."""
-    from ..export.ctranslate2_check import check_has_form
+    from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
     try:
-        check_has_form(model_class_of(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(model_class_of(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
@@ -304,7 +304,7 @@ def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tens
     """Return what a model reads, random: `input_ids` [b, n] with `attention_mask`, or `input_features` of audio."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
-    if auto_class(config) in HEARING:
+    if auto_class(config) in AUDIO_AUTO_CLASSES:
         shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves its frames
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)

@@ -237,7 +237,7 @@ def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monk
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
     monkeypatch.setattr(measure.SavedFrontier, "save", whole)
-    assert "the rows of another call, with another" in one_line(capsys, *argv, "--seed", 4)
+    assert "belongs to an interrupted call with another" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0
     after = json.loads((out / "frontier.json").read_text())

@@ -102,11 +102,11 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
 
 def _head(model: Any) -> list[nn.Linear]:
     """Return the linear maps behind the base model that read each token."""
-    from ...inspection.counting import runs_once_a_sequence
+    from ...inspection.counting import runs_once_per_sequence
 
     base = {id(each) for each in model.base_model.modules()}
     found = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
-    return [each for name, each in found if id(each) not in base and not runs_once_a_sequence(model, name)]
+    return [each for name, each in found if id(each) not in base and not runs_once_per_sequence(model, name)]
 
 
 def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
