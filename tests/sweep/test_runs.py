@@ -354,4 +354,4 @@ def test_models_that_do_not_read_their_context_are_named():
     for each, passed in zip(found["contestants"], (True, False), strict=True):
         each["runs"]["0"]["gate_passed"] = passed
     warning = markdown(found).partition("|\n\n")[2]
-    assert warning.startswith("Not yet trained enough to compare attention: b. ") and warning.count("\n") == 1
+    assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1
