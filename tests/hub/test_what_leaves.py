@@ -90,9 +90,9 @@ def test_files_of_model_and_tokenizer_name_no_folder(folder):
     plan = plan_push(folder, "me/x")
     files = sent(plan, folder)
     told = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
-    assert told == {"notes.txt"} and "notes.txt names folders of a machine, and goes up as it is" in plan.warnings
+    assert told == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
     assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
-    assert plan.left_out["setup.txt"] == "it holds a token, or an address with a password"
+    assert plan.left_out["setup.txt"] == "contains a token, or an address with a password"
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["name_or_path"] == "bert" and settings["tokenizer_file"] == "tokenizer.json"
     assert json.loads(files["trainer.json"]) == {"args": {"data": "data", "url": "https://example.org/x"}}
