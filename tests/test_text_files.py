@@ -45,7 +45,7 @@ def test_a_byte_order_mark_is_no_text(write, end):
     ("name", "content", "error", "message"),
     [
         ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
-        ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, is not UTF-8"),
+        ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, must be UTF-8"),
         ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, holds a null character"),
         ("none.txt", None, OSError, r"none\.txt: no such file"),
     ],
@@ -71,7 +71,7 @@ def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
     assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
     with pytest.raises(ValueError, match=r"s\.txt has 3 lines and .*short\.txt has 2"):
         read_pairs(source, write("short.txt", "x\ny\n"))
-    with pytest.raises(ValueError, match="are empty: they have no pair"):
+    with pytest.raises(ValueError, match="are empty"):
         read_pairs(source, write("blank.txt", "\n\n\n"))
 
 
@@ -91,7 +91,7 @@ def test_tables_give_their_columns(write, name, text):
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
     with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
-    with pytest.raises(ValueError, match="its columns are en, de; --text_columns can name another"):
+    with pytest.raises(ValueError, match=r"its columns are en, de. .*--text_columns"):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
@@ -99,13 +99,13 @@ def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, capl
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
     assert read_columns([path], ("s", "t")) == [("one", "two")]
     assert (
-        "2 of 3 rows are left out, for one of their texts is blank; the first is" in caplog.text
+        "2 of 3 rows are left out, because they contain a blank text. The first one is" in caplog.text
         and "row 1" in caplog.text
     )
 
 
 def test_a_table_whose_rows_are_all_half_blank_is_named(write):
-    with pytest.raises(ValueError, match=r"a.csv: no row has a text in each of the columns s, t"):
+    with pytest.raises(ValueError, match=r"a.csv: at least one row must have a text in each of the columns s, t"):
         read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))
 
 
@@ -133,12 +133,12 @@ def test_blank_rows_stay_where_they_are_wanted(write):
     ("name", "text", "message"),
     [
         ("rows.txt", "a\tx\n", "must be one of .csv, .tsv, .json, .jsonl"),
-        ("rows.json", "a b\n", "neither a JSON list nor one JSON object a line"),
+        ("rows.json", "a b\n", "must be a JSON list or have one JSON object per line"),
         ("rows.json", "[1]", "row 1: must be a JSON object, got int"),
-        ("rows.jsonl", '{"en": "a", "de": "b"}\n\n{"en" "b"}\n', "line 3, column 7: neither a JSON list nor one"),
+        ("rows.jsonl", '{"en": "a", "de": "b"}\n\n{"en" "b"}\n', "line 3, column 7: the file must be a JSON list"),
         ("rows.jsonl", "", "is empty"),
         ("rows.csv", "en,de\n,\n", "is empty"),
-        ("rows.csv", b"en,de\n\xff,x\n", "line 2, is not UTF-8"),
+        ("rows.csv", b"en,de\n\xff,x\n", "line 2, must be UTF-8"),
     ],
 )
 def test_other_tables_are_refused(write, name, text, message):

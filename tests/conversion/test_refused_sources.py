@@ -75,11 +75,11 @@ def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are bert"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported. Use one of bert"),
         ({"model_type": None}, "has no `model_type`"),
         (
             {"architectures": ["BertForEverything"]},
-            "'BertForEverything' is not supported; supported are transformers' AlbertForMaskedLM",
+            "'BertForEverything' is not supported. Use one of AlbertForMaskedLM",
         ),
         ({"num_attention_heads": 7}, "must divide `hidden_size`"),
         ({"num_attention_heads": 8, "hidden_size": 96}, r"has shape \[48, 48\]"),

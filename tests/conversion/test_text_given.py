@@ -194,14 +194,14 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
         (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
         (
             [file, lines, *columns],
-            r"--calibration_columns\) is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
+            r"--calibration_columns\) is only for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
         ([file, lines, *target], r"--calibration_target_column\) is for a table; .*a.txt is none"),
         ([file, table, "--calibration_target_file", targets], "a table takes .*--calibration_target_column"),
-        ([file, table, *columns, "de"], "takes one column or two, got 3"),
+        ([file, table, *columns, "de"], "must name one or two columns, got 3"),
         (
             [file, table, "--calibration_columns", "wrong"],
-            r"column 'wrong'; .*--calibration_columns\) can name another",
+            r"column 'wrong'.*--calibration_columns",
         ),
     ):
         with pytest.raises(ValueError, match=message):

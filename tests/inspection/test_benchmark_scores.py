@@ -68,7 +68,7 @@ def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, c
     assert json.loads((tmp_path / "scores.json").read_text())["glue"][1]["average"]["mean"] == pytest.approx(0.9)
     printed = capsys.readouterr().out
     assert "15.0 ± 7.5" in printed and "(2 of 9)" in printed and "90.0 (1 of 9)" in printed
-    assert "Compare such an average with one of the same tasks." in " ".join(printed.split())
+    assert "Compare such averages only for the same tasks." in " ".join(printed.split())
 
 
 def test_the_averages_spread_is_over_the_seeds_that_all_tasks_share(write):

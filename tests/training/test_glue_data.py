@@ -66,7 +66,7 @@ def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
         ("sst2", "sentence\tlabel\ngood\t2\n", "line 2: label '2' is neither"),
         ("sst2", "good\t1\nbad\t-1\n", "line 2: label '-1'"),
         ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "line 2: label '-'"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "line 2: label '5.2' is not a score"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "line 2: label must be a score from 0 to 5, got '5.2'"),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: label 'nan'"),
         ("rte", "a\tb\tentailment\n", "line 1: no column"),
     ],
