@@ -57,21 +57,13 @@ def set_languages(
         The first tokens of the targets, or None for a tokenizer without languages.
 
     Raises:
-        ValueError: if a language is given for a tokenizer without languages, missing for a multilingual tokenizer, or
-            unknown.
-
-    Example:
-        >>> start = set_languages(tokenizer, model.config, "en_XX", "de_DE")
-        >>> start.apply_to(model)
+        ValueError: if a language is unknown or missing, or is given for a tokenizer without languages.
     """
     languages = {"source_lang": source, "target_lang": target, "forced_bos_token": forced_bos_token}
     name = type(tokenizer).__name__
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
         if unsupported := [flag for flag, value in languages.items() if value is not None]:
-            raise ValueError(
-                f"--{unsupported[0]} is only for multilingual tokenizers, such as those of mBART, M2M100 and NLLB. "
-                f"The model has a {name}. Leave the flag out."
-            )
+            raise ValueError(f"--{unsupported[0]} is only for multilingual tokenizers, got a {name}. Leave it out.")
         return None
     known = _languages(tokenizer)
     if tokenizer.tgt_lang is not None:  # without a target language, the source language is only a default (English)

@@ -13,7 +13,7 @@ EPILOG = """example (SQuAD v1.1 from its JSON files, on the CPU):
 
 Without --train_file and --validation_file, SQuAD is read from the Hub: rajpurkar/squad, or rajpurkar/squad_v2 with
 --version_2_with_negative. A context that is longer than --max_length is cut into windows, which share --doc_stride
-tokens. "No answer" is the position of the first token, for example [CLS]. --output_dir contains the model,
+tokens. "No answer" is the position of the first token, such as [CLS]. --output_dir contains the model,
 all_results.json (exact match and F1, computed as in the official scripts), train_log.jsonl, training_curves.png,
 predictions_dev.json (for the official scripts), predictions_nbest_dev.json and, for v2.0,
 predictions_null_odds_dev.json. With --test_file, it also contains the predictions for the test split. For v2.0,

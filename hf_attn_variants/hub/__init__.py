@@ -4,7 +4,7 @@
 push, and `push_checkpoint` pushes them in one commit.
 
 Example:
-    >>> plan = plan_push("bert-gqa4", "user/bert-gqa4")
+    >>> plan = plan_push("bert-gqa4", "user/bert-gqa4", CardOptions(license="apache-2.0"))
     >>> print(plan.summary())
     >>> push_checkpoint(plan, private=True)
 """

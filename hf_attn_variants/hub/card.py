@@ -500,10 +500,6 @@ def model_card(
         OSError: if there is no config.json.
         ValueError: if the metadata of README.md, which can contain a license, cannot be read, an option is not valid,
             or a report contains a value of a wrong type.
-
-    Example:
-        >>> card = model_card(Path("bert-gqa4"), "user/bert-gqa4", CardOptions(license="apache-2.0"))
-        >>> card.save("README.md")
     """
     options = options or CardOptions()
     config = read_config(folder)

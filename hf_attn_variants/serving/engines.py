@@ -16,7 +16,7 @@ from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
 from ..shared_memory.share import share_memory
-from .peak_memory import ExportedModel, token_text
+from .ctranslate2_engine import ExportedModel, token_text
 
 __all__ = [
     "CTRANSLATE2",

@@ -17,6 +17,7 @@ from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
 from ..inspection.counting import check_sizes
 from ..inspection.speed import machine_now, order_of_round, timed_length
 from ..progress import progress_bar
+from .ctranslate2_engine import ExportedModel, make_ctranslate2_call
 from .engines import (
     CTRANSLATE2,
     Engine,
@@ -31,7 +32,7 @@ from .engines import (
     served_model_class,
     write_ctranslate2_folder,
 )
-from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes
+from .peak_memory import peak_bytes
 
 __all__ = ["ServingRow", "ServingTable", "draw_serving", "measure_serving", "recommend_engine"]
 
@@ -104,33 +105,26 @@ def measure_serving(
 ) -> ServingTable:
     """Time the engines that can serve a model on this CPU.
 
-    The weights are random, because the speed does not depend on them. An encoder-decoder generates text, and the time
-    includes the encoder. An encoder makes one forward pass. The engines take turns, and each round starts with another
-    one, so that other load on the machine affects all engines equally.
+    The weights are random. An encoder-decoder generates text, and the time includes the encoder. An encoder makes one
+    forward pass. The engines take turns, so that other load on the machine affects all engines equally.
 
     Args:
         config: the config.json of the checkpoint. No weights are read.
         checkpoint: the name of the checkpoint for the table.
-        kv_heads: numbers of key/value heads of conversions to time (in an encoder-decoder, of the decoder). None
-            means a quarter of the heads, or for no conversion if the checkpoint is one of this package or there
-            are `variants`.
+        kv_heads: numbers of key/value heads of conversions to time. None means a quarter of the heads of a
+            Transformers model without `variants`, and otherwise no conversion.
         batch_size: the number of texts, or windows of audio.
-        length: the number of tokens per text. None means 128, or for the window of a Whisper.
+        length: the number of tokens per text. None means 128, or the window of a Whisper.
         max_new_tokens: encoder-decoders: the number of tokens to generate per text.
         num_beams: encoder-decoders: the number of beams. None means 1 (greedy).
         rounds: the number of timings per engine. The median counts.
         peak_memory: whether to measure the peak memory of each engine in a separate process.
-        compiles: whether to time compiled engines of torch for the unchanged checkpoint, which requires a C++ compiler
-            and a minute per engine.
+        compiles: whether to time compiled engines of torch, too, which takes a C++ compiler and a minute per engine.
         variants: configuration fields of further conversions to time.
         engines: the names of the engines to time in addition to the baseline. None means all.
 
     Raises:
         ValueError: if the configuration is not valid, or a number, field or engine does not fit it.
-
-    Example:
-        >>> table = measure_serving(config, kv_heads=[2], batch_size=4)
-        >>> print(recommend_engine(table))
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds

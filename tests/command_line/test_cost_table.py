@@ -284,7 +284,7 @@ def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
     assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
     assert "`share_memory` gives the class of Transformers the cache of MHA" in printed
     for memory, said in (
-        ("1KiB", f"alone ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
+        ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
         ("419KiB", "leave too"),
     ):
         assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0

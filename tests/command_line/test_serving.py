@@ -169,7 +169,7 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
     printed = capsys.readouterr().out
-    assert "Without int8: This T5ForConditionalGeneration has no linear layer of" in " ".join(printed.split())
+    assert "int8 is left out: This T5ForConditionalGeneration has no linear layer of" in " ".join(printed.split())
     assert "share_memory" in printed
 
 
@@ -205,7 +205,7 @@ def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypat
 def test_no_engine_always_follows_the_same_one():
     order = []
     runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
-    measure._timed(runs, Load(1, 1, None, 1), rounds=4)
+    measure._time_engines(runs, Load(1, 1, None, 1), rounds=4)
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
     pairs = {pair for each in rounds for pair in itertools.pairwise(each)}
@@ -426,7 +426,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, m
     ],
 )
 def test_numbers_that_do_not_fit(options, message, monkeypatch):
-    monkeypatch.setattr(measure, "_timed", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
 

@@ -183,7 +183,7 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` must be a list of different values"),
         ({"convert": {"methd": "mean"}}, "--method"),
         ({"convert": {"model_name_or_path": "a"}, "flags": FLAGS | {"model_name_or_path": "a"}}, "under `convert`"),
-        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "`variables` must have DAT"),
+        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "`variables` must contain DAT"),
         ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "--set DATA=VALUE"),
     ],
 )
@@ -198,10 +198,10 @@ def test_an_error_in_the_file_is_one_line(dry_run, change, message):
         ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` occurs twice in the object at line 1"),
         ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` occurs twice in the object at line 3"),
         ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` occurs twice in the object at line 2"),
-        ("command: [\n", "not YAML: "),
+        ("command: [\n", "must be YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
         ("- a\n", "the file must be an object"),
-        ('{"command": "pretrain", "command": "glue"}', "`command` is twice"),
+        ('{"command": "pretrain", "command": "glue"}', "`command` occurs twice"),
     ],
 )
 def test_keys_that_are_twice_and_files_that_are_not_yaml(dry_run, text, message):

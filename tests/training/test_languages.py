@@ -130,7 +130,7 @@ def test_generation_begins_with_the_token_that_is_asked_for(run, folders):
 
 def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
     t5 = make_t5(tmp_path / "t5")
-    with pytest.raises(ValueError, match=r"--target_lang is only for multilingual tokenizers, .* has a"):
+    with pytest.raises(ValueError, match=r"--target_lang is only for multilingual tokenizers, got a"):
         run(seq2seq, t5, "--target_lang", "ro_RO")
     with pytest.raises(ValueError, match="--forced_bos_token is only for multilingual"):
         run(uptrain, t5, "--objective", "seq2seq", "--forced_bos_token", "ro_RO")
