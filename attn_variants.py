@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["main", "run"]
 
-# Whether this process runs a command of the package. `hf_attn_variants/__init__.py` reads it.
+# True if this process runs a command of the package. `hf_attn_variants/__init__.py` reads it.
 is_command = False
 
 # A terminal sends Ctrl-C to all processes. A command ends its worker processes, so the workers ignore Ctrl-C. A worker

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, see `errors.run_script`.
     """
-    parser = _parser()
+    parser = _build_parser()
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help()
@@ -170,7 +170,7 @@ def _check_unicode(argv: Sequence[str]) -> None:
             ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     groups = "\n\n".join(
         f"{title}:\n" + "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in group.items())

@@ -201,7 +201,7 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
         raise NotADirectoryError(f"The output folder {str(path)!r} is a file. Give a new folder.")
     if path.is_dir() and any(path.iterdir()):
         raise FileExistsError(f"The output folder {str(path)!r} is not empty. Give a new folder, or empty this one.")
-    parent = _existing_ancestor(path)
+    parent = _find_existing_ancestor(path)
     if not parent.is_dir():
         raise NotADirectoryError(
             f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is a file. "
@@ -223,7 +223,7 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
 def check_disk_space(output_dir: Path, needed: int) -> None:
     """Raise OSError unless the file system of `output_dir` has at least `needed` free bytes."""
     needed += SPARE_BYTES
-    free = shutil.disk_usage(_existing_ancestor(output_dir)).free
+    free = shutil.disk_usage(_find_existing_ancestor(output_dir)).free
     if free < needed:
         raise OSError(
             f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only {free / 2**20:,.0f} MiB are "
@@ -274,7 +274,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         stage.chmod(0o777 & ~umask)  # mkdtemp creates a private folder, but the result must be an ordinary one
-        with _sigterm_unwinds():
+        with _unwind_on_sigterm():
             yield stage
             if exists:
                 _move_up(stage, output_dir)
@@ -288,7 +288,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def _unwind_on_sigterm() -> Iterator[None]:
     """Let SIGTERM, which batch schedulers send, unwind the stack as Ctrl-C does, unless it has another handler."""
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
@@ -358,7 +358,7 @@ def is_generated_card(path: Path) -> bool:
     return path.is_file() and GENERATED_CARD in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _existing_ancestor(path: Path) -> Path:
+def _find_existing_ancestor(path: Path) -> Path:
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -185,7 +185,7 @@ def whole_lines(path: Path) -> Iterator[str]:
         OSError: if the file cannot be read.
         ValueError: if the file is not text. The message names the line.
     """
-    with _open_file(path) as binary:
+    with _open_existing_file(path) as binary:
         by_returns = ends_by_returns(binary)
         file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
         number, is_warned = 0, by_returns or suffix_of(path) in (".csv", ".tsv", ".json", ".jsonl")
@@ -224,7 +224,7 @@ def ends_by_returns(file: BinaryIO) -> bool:
     return len(LONE_RETURN.findall(head)) > head.count(b"\n")
 
 
-def _open_file(path: Path) -> BinaryIO:
+def _open_existing_file(path: Path) -> BinaryIO:
     path = path.expanduser()
     if path.is_dir():
         raise OSError(f"{path} must be a file, but it is a folder.")

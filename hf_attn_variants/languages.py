@@ -65,7 +65,7 @@ def set_languages(
         if unsupported := [flag for flag, value in languages.items() if value is not None]:
             raise ValueError(f"--{unsupported[0]} is only for multilingual tokenizers, got a {name}. Leave it out.")
         return None
-    known = _languages(tokenizer)
+    known = _get_language_tokens(tokenizer)
     if tokenizer.tgt_lang is not None:  # without a target language, the source language is only a default (English)
         source, target = source or tokenizer.src_lang, target or tokenizer.tgt_lang
     if source is None or target is None:
@@ -95,7 +95,7 @@ def set_languages(
     return TargetStart(start, None if forced_language is None else known[forced_language])
 
 
-def _languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _get_language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the token id of each language, by the tokenizer's name of the language."""
     if (codes := getattr(tokenizer, "lang_code_to_id", None)) is not None:
         return dict(codes)

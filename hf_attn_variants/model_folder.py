@@ -37,14 +37,14 @@ STAGE, NEW, OLD, GONE = ".tmp-model", ".new-model", ".old-model", ".tmp-replaced
 PARTIAL = ".*.partial-*"  # the names of the folders of `files.staged_folder`
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", PICKLE_INDEX_NAME)
-WEIGHT_FILES = (WEIGHTS_NAME, "model-*-of-*.safetensors", INDEX_NAME, *PICKLES, *ADAPTER_FILES)
+WEIGHT_FILE_PATTERNS = (WEIGHTS_NAME, "model-*-of-*.safetensors", INDEX_NAME, *PICKLES, *ADAPTER_FILES)
 _VOCABULARIES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.spm", "*piece*.model")
-TOKENIZER_FILES = (*_VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
-OTHER_FILES = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
+TOKENIZER_PATTERNS = (*_VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
+OTHER_PATTERNS = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
 # Files that describe one set of weights, and files that would change the model of the new weights.
 RESULTS = (RESULTS_NAME, *PICTURES, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
-WEIGHTS_PATTERNS = (*WEIGHT_FILES, *RESULTS)
-MODEL_PATTERNS = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENIZER_FILES, *OTHER_FILES)
+WEIGHTS_PATTERNS = (*WEIGHT_FILE_PATTERNS, *RESULTS)
+MODEL_PATTERNS = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENIZER_PATTERNS, *OTHER_PATTERNS)
 # A tokenizer can be loaded without a model. Therefore its settings are removed first and added last.
 ENDS = ("tokenizer.json", "tokenizer_config.json")
 # The content of config.json while a model is replaced.
@@ -82,10 +82,10 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
         if config.exists() and not is_placeholder_config(config):
             atomic_write(old / CONFIG_NAME, config.read_bytes())
             atomic_write(config, NOTICE)
-        for name in reversed(_in_order(replaced)):
+        for name in reversed(_sort_names(replaced)):
             _move(folder / name, old / name)
-        os.replace(old, _removed(folder / GONE))  # from here on, only the new model can be restored
-        for name in _in_order(names):
+        os.replace(old, _remove(folder / GONE))  # from here on, only the new model can be restored
+        for name in _sort_names(names):
             _move(new / name, folder / name)
         os.replace(new / CONFIG_NAME, config)
         new.rmdir()
@@ -122,7 +122,7 @@ def unfinished_model_advice(folder: Path) -> str | None:
     return None
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def _sort_names(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (ENDS.index(name) + 1 if name in ENDS else 0, name))
 
 
@@ -135,11 +135,11 @@ def _move(path: Path, target: Path) -> None:
 def _discard(path: Path) -> None:
     # The folder is renamed before it is deleted, because a partly deleted one would contain neither model.
     if path.is_dir():
-        os.replace(path, _removed(path.with_name(GONE)))
+        os.replace(path, _remove(path.with_name(GONE)))
         shutil.rmtree(path.with_name(GONE))
 
 
-def _removed(path: Path) -> Path:
+def _remove(path: Path) -> Path:
     """Remove a folder if it exists, and return its path."""
     shutil.rmtree(path, ignore_errors=True)
     return path

@@ -74,18 +74,18 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
         if kind in (*STEP_FILES,):
-            history.steps.append(_step(kind, step))
+            history.steps.append(_select_fields(kind, step))
         else:
             history.problems.append(f"{folder / HISTORY_NAME}: this version does not know the kind of step {number}.")
     for kind, name in STEP_FILES.items():
         if kind == "training" and not with_training:
             continue
         report = _read_or_note(folder / name, history.problems)
-        if report and (step := _step(kind, report)) not in history.steps:
+        if report and (step := _select_fields(kind, report)) not in history.steps:
             history.steps.append(step)
-    history.metadata = _metadata(stored.get("metadata"))
+    history.metadata = _select_metadata(stored.get("metadata"))
     try:
-        front_matter = _metadata(read_front_matter(folder / CARD_NAME))
+        front_matter = _select_metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
         history.has_all_terms, front_matter = False, {}
@@ -176,38 +176,38 @@ def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
+def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a report that model cards show."""
-    fields = {name: _one_line(report[name]) for name in REPORT_FIELDS[kind] if report.get(name) is not None}
+    fields = {name: _join_lines(report[name]) for name in REPORT_FIELDS[kind] if report.get(name) is not None}
     if kind == "training":
         scores = {name: value for name, value in report.items() if name.startswith(SCORE_PREFIXES)}
         fields |= {name: value for name, value in scores.items() if _is_number(value)}
         arguments = report.get("arguments")
         arguments = arguments if isinstance(arguments, dict) else {}
-        fields["arguments"] = {name: _one_line(value) for name, value in arguments.items() if value is not None}
+        fields["arguments"] = {name: _join_lines(value) for name, value in arguments.items() if value is not None}
     elif "source" in fields and "source_revision" not in fields:
         fields["source"] = PurePath(str(fields["source"])).name  # the path of a local folder is private
     return {"kind": kind, **fields}
 
 
-def _metadata(front_matter: Any) -> dict[str, Any]:
+def _select_metadata(front_matter: Any) -> dict[str, Any]:
     """Return the metadata of a README.md that also apply to models made from this model, if their types are valid."""
     front_matter = front_matter if isinstance(front_matter, dict) else {}
-    metadata = {name: _names(front_matter[name]) for name in METADATA if name in front_matter}
+    metadata = {name: _clean_names(front_matter[name]) for name in METADATA if name in front_matter}
     return {name: value for name, value in metadata.items() if value is not None}
 
 
-def _names(value: Any) -> str | list[str] | None:
+def _clean_names(value: Any) -> str | list[str] | None:
     """Return a text or a list of texts, or None for other values. YAML reads the language "no" as False."""
     if isinstance(value, list):
-        names = ["no" if item is False else _one_line(item) for item in value]
+        names = ["no" if item is False else _join_lines(item) for item in value]
         return names if all(isinstance(name, str) for name in names) else None
-    return "no" if value is False else _one_line(value) if isinstance(value, str) else None
+    return "no" if value is False else _join_lines(value) if isinstance(value, str) else None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _one_line(value: Any) -> Any:
+def _join_lines(value: Any) -> Any:
     return " ".join(value.split()) if isinstance(value, str) else value

@@ -46,7 +46,7 @@ class DecoderInput(Enum):
 
     @property
     def is_target(self) -> bool:
-        """Whether the decoder reads another text than the encoder."""
+        """True if the decoder reads another text than the encoder."""
         return self in (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
 
 

@@ -34,13 +34,13 @@ def register() -> None:
     for config_class in ARCHITECTURES:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, name in config_class.auto_classes.items():
-            model_class = getattr(_modeling_module(config_class), name)
+            model_class = getattr(_import_modeling_module(config_class), name)
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
 
 
 def supported_model_types() -> list[str]:
     """Return all model types that can be converted or loaded: those of Transformers and those of this package."""
-    return [name for config_class in ARCHITECTURES for name in _model_types(config_class)]
+    return [name for config_class in ARCHITECTURES for name in _list_model_types(config_class)]
 
 
 def supported_architectures() -> list[str]:
@@ -60,7 +60,7 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
         'attn_variant_bert'
     """
     for config_class in ARCHITECTURES:
-        if model_type in _model_types(config_class):
+        if model_type in _list_model_types(config_class):
             return config_class
     known = ", ".join(supported_model_types())
     raise ValueError(f"Model type {model_type!r} is not supported. Use one of {known}.")
@@ -75,7 +75,7 @@ def longest_input(config: transformers.PreTrainedConfig) -> int | None:
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     if has_sinusoids(config):
         return None
-    matching = (candidate for candidate in ARCHITECTURES if config.model_type in _model_types(candidate))
+    matching = (candidate for candidate in ARCHITECTURES if config.model_type in _list_model_types(candidate))
     config_class = next(matching, None)
     if positions is None or config_class is None or not config_class.positions_after_padding:
         return positions
@@ -101,16 +101,16 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
         if name.startswith(other):
             name = base + name.removeprefix(other)
     for config_class in ARCHITECTURES:
-        module = _modeling_module(config_class)
+        module = _import_modeling_module(config_class)
         if PREFIX + name in module.__all__:
             return getattr(module, PREFIX + name)
     known = ", ".join(supported_architectures())
     raise ValueError(f"Architecture {architecture!r} is not supported. Use one of {known}.")
 
 
-def _model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, ...]:
+def _list_model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, ...]:
     return (*config_class.upstream_model_types, config_class.model_type)
 
 
-def _modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
+def _import_modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
     return importlib.import_module(f".modeling.hosts.{config_class.modeling_file}", __package__)

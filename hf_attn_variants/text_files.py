@@ -104,16 +104,16 @@ def read_records(path: Path) -> Iterator[TableRow]:
     suffix = suffix_of(path)
     if suffix not in TABLE_SUFFIXES:
         raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, plain or with .gz.")
-    yield from _delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _objects(path)
+    yield from _read_delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
 
 
-def _delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
+def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
     csv.field_size_limit(MAX_FIELD)
     lines = whole_lines(path)
     begin = _read_to_first_text(lines)
     if begin and JSON_BEGINNING.match(begin[-1]):
         raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
-    separator = "\t" if tabs else _separator(path, begin)
+    separator = "\t" if tabs else _detect_separator(path, begin)
     options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
     reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **options)
     header: list[str] = []
@@ -133,7 +133,7 @@ def _delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
             continue  # an empty line
         if not header:
             header, names_place = cells, place
-            if repeated := _first_repeated(name for name in header if name):
+            if repeated := _find_repeated(name for name in header if name):
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
@@ -163,7 +163,7 @@ def _read_to_first_text(lines: Iterator[str]) -> list[str]:
     return read
 
 
-def _separator(path: Path, begin: list[str]) -> str:
+def _detect_separator(path: Path, begin: list[str]) -> str:
     header = begin[-1].strip("\r\n") if begin else ""
     unquoted = "".join(header.split('"')[::2])
     most_frequent = max(OTHER_SEPARATORS, key=unquoted.count)
@@ -175,8 +175,8 @@ def _separator(path: Path, begin: list[str]) -> str:
     return most_frequent
 
 
-def _objects(path: Path) -> Iterator[TableRow]:
-    for number, (line, value) in enumerate(_json_values(path), start=1):
+def _read_json_rows(path: Path) -> Iterator[TableRow]:
+    for number, (line, value) in enumerate(_iterate_json_values(path), start=1):
         place = row_place(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
@@ -185,7 +185,7 @@ def _objects(path: Path) -> Iterator[TableRow]:
         yield TableRow(place, value, place, line)
 
 
-def _json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
+def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     # Yields the values of a JSON list (without lines), or of a file with one value per line (with their lines).
     rest, begin = enumerate(lines_of(path), start=1), []
     for number, line in rest:
@@ -220,7 +220,7 @@ def parse_rows(text: str | bytes) -> Any:
     Raises:
         ValueError: if the text is not JSON or is nested too deeply, see `files.parse_json`.
     """
-    return parse_json(text, object_pairs_hook=_object)
+    return parse_json(text, object_pairs_hook=_build_object)
 
 
 def repeated_name(value: Any) -> str | None:
@@ -237,16 +237,16 @@ def repeated_name(value: Any) -> str | None:
     return None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) == len(pairs):
         return values
     repeating = RepeatingObject(values)
-    repeating.name = _first_repeated(name for name, _ in pairs) or ""
+    repeating.name = _find_repeated(name for name, _ in pairs) or ""
     return repeating
 
 
-def _first_repeated(names: Iterable[str]) -> str | None:
+def _find_repeated(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -372,7 +372,7 @@ def read_placed_columns(
         if keep_blank:
             indices = [*range(len(all_texts))]
         else:
-            indices = filled_rows(str(path), "row", all_texts, _row_places(path, lines))
+            indices = filled_rows(str(path), "row", all_texts, _make_place_function(path, lines))
         if not indices:
             raise ValueError(f"{path}: at least one row must have a text in each of the columns {', '.join(columns)}.")
         rows.texts.extend(all_texts[i] for i in indices)
@@ -390,7 +390,7 @@ def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
         )
 
 
-def _row_places(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
+def _make_place_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
     return lambda i: row_place(path, lines[i], i + 1)
 
 

@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
-    source, name = args.model or str(_embedded_model()), args.model or "all-MiniLM-L6-v2"
+    source, name = args.model or str(_find_embedded_model()), args.model or "all-MiniLM-L6-v2"
     _check_source(source, args.num_key_value_heads)
     task, data_dir, splits = _load(args)  # errors in the data are reported before any work
     output = Path(args.output_dir)
@@ -153,11 +153,15 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         minutes = MINUTES_PER_SEED * len(args.seeds)
         print(f"This takes about {minutes} minutes on two idle cores, and longer on busy ones.", flush=True)
         print(f"1/4  Scoring {name} on {splits['dev'].num_rows} pairs of sentences ...", flush=True)
-        job = _similarity_job(source, splits)
+        job = _make_similarity_job(source, splits)
     else:
         print(f"1/4  Fine-tuning {name} on {task.name}: the checkpoint to convert ...", flush=True)
-        job = _glue_job(args, source, task, data_dir, splits, run)
-    baseline = {"model": "multi-head", **_size(job.source), "converted": [job.score(job.source, run / "scores")]}
+        job = _make_glue_job(args, source, task, data_dir, splits, run)
+    baseline = {
+        "model": "multi-head",
+        **_measure_size(job.source),
+        "converted": [job.score(job.source, run / "scores")],
+    }
     print(f"     {job.metric}: {baseline['converted'][0]:.4f}", flush=True)
 
     rows = _convert_and_distil(args, job, run)
@@ -166,7 +170,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     _plot(table, job.metric, run / "quickstart.png")
     print("3/4  Loading a distilled model in a process without this package ...", flush=True)
-    shared = _distilled(run / f"calibrated-{args.seeds[0]}")
+    shared = _get_distilled_folder(run / f"calibrated-{args.seeds[0]}")
     difference = _load_elsewhere(shared, job)
     if not difference < SAME_OUTPUTS:
         raise ValueError(
@@ -196,16 +200,16 @@ def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[s
         for method, row in rows.items():
             folder = run / f"{method}-{seed}"
             _convert(job, method, heads, texts, seed, folder)
-            row |= _size(folder)
+            row |= _measure_size(folder)
             row["converted"].append(job.score(folder, run / "scores"))
             _distil(job, args, seed, folder, run)
-            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
+            row["distilled"].append(job.score(_get_distilled_folder(folder), run / "scores"))
             scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
             print(f"     seed {seed}, {method}: {job.metric} {scores}", flush=True)
     return rows
 
 
-def _embedded_model() -> Path:
+def _find_embedded_model() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or spec.origin is None:
         raise OSError(
@@ -243,19 +247,19 @@ def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     return task, data_dir, {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
 
 
-def _texts(rows: Any) -> list[tuple[str, ...]]:
+def _get_texts(rows: Any) -> list[tuple[str, ...]]:
     return list(zip(*(rows[name] for name in ("text1", "text2") if name in rows.column_names), strict=True))
 
 
-def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
+def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
     """Return the job that ranks sentence pairs by the cosines of their embeddings. Nothing is trained on labels."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_variants.inspection import similarity_spearman
 
-    pairs: list[Any] = _texts(splits["dev"])
+    pairs: list[Any] = _get_texts(splits["dev"])
     scores = splits["dev"]["label"]
-    sentences = list(dict.fromkeys((text,) for pair in _texts(splits["train"]) for text in pair))
+    sentences = list(dict.fromkeys((text,) for pair in _get_texts(splits["train"]) for text in pair))
 
     def score(checkpoint: str | Path, _: Path) -> float:
         model, tokenizer = AutoModel.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
@@ -265,7 +269,7 @@ def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
     return Job(source, sentences, "Spearman", score, "embedding", "AutoModel", dev_texts)
 
 
-def _glue_job(
+def _make_glue_job(
     args: argparse.Namespace, source: str, task: Any, data_dir: str | None, splits: dict[str, Any], run: Path
 ) -> Job:
     """Fine-tune the multi-head checkpoint on the task, and return the job with the result."""
@@ -276,7 +280,7 @@ def _glue_job(
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
-            results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict", *options]))
+            results = run_glue.main(run_glue.parse_args([*_make_argv(flags), "--skip_predict", *options]))
         return results[f"eval_{task.main_metric}"]
 
     def score(checkpoint: str | Path, folder: Path) -> float:
@@ -286,12 +290,12 @@ def _glue_job(
     training |= {"per_device_train_batch_size": 16, "seed": args.seeds[0]}
     tuned = run / "fine-tuned"
     glue(source, tuned, **training)
-    texts = _texts(splits["train"])
+    texts = _get_texts(splits["train"])
     auto_class = "AutoModelForSequenceClassification"
-    return Job(str(tuned), texts, task.main_metric, score, "distill", auto_class, _texts(splits["dev"])[:20])
+    return Job(str(tuned), texts, task.main_metric, score, "distill", auto_class, _get_texts(splits["dev"])[:20])
 
 
-def _size(checkpoint: str | Path) -> dict[str, Any]:
+def _measure_size(checkpoint: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModel
 
     from hf_attn_variants.inspection import attention_projection_flops
@@ -322,17 +326,17 @@ def _distil(job: Job, args: argparse.Namespace, seed: int, folder: Path, run: Pa
     flags = {"model_name_or_path": folder, "teacher": job.source, "objective": job.objective, "trainable": "all"}
     flags |= {"train_file": train_file, "max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-4}
     flags |= {"max_train_steps": args.distillation_steps, "eval_steps": args.distillation_steps, "seed": seed}
-    flags |= {"output_dir": _distilled(folder)}
+    flags |= {"output_dir": _get_distilled_folder(folder)}
     with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         options = ["--group_by_length", "--disable_tqdm", "--text_columns", *columns]
-        uptrain.main(uptrain.parse_args([*_argv(flags), *options]))
+        uptrain.main(uptrain.parse_args([*_make_argv(flags), *options]))
 
 
-def _distilled(folder: Path) -> Path:
+def _get_distilled_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-distilled")
 
 
-def _argv(flags: dict[str, Any]) -> list[str]:
+def _make_argv(flags: dict[str, Any]) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 

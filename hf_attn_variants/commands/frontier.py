@@ -18,11 +18,11 @@ from .convert import (
     read_calibration_arguments,
 )
 
-__all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
+__all__ = ["FRONTIER_JSON", "FRONTIER_PNG", "main", "parse_args"]
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = (
+VARIANT_OPTIONS = (
     "num_key_value_heads",
     "kv_lora_rank",
     "cross_kv_lora_rank",
@@ -33,7 +33,7 @@ OPTIONS = (
 # The default number of texts and recordings for the measurement.
 HELD_OUT_SIZE, HELD_OUT_AUDIO_SIZE = 512, 32
 
-JSON_FILE, PNG_FILE = "frontier.json", "frontier.png"
+FRONTIER_JSON, FRONTIER_PNG = "frontier.json", "frontier.png"
 
 EXAMPLE = """\
 examples (a T5 for translation with its text pairs; an encoder with lines of
@@ -69,8 +69,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output_dir",
         required=True,
-        help=f"a new or empty folder for {PNG_FILE} and {JSON_FILE}, or the folder of an interrupted call with the "
-        "same arguments, which is continued",
+        help=f"a new or empty folder for {FRONTIER_PNG} and {FRONTIER_JSON}, or the folder of an interrupted call "
+        "with the same arguments, which is continued",
     )
     examples = parser.add_argument_group("text or audio", "examples of the kind that the model is used for")
     add_calibration_arguments(examples, fit_steps=0)
@@ -83,7 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
     parser.set_defaults(method=None, fit_steps=0)
     args = parse_with_checkpoint(parser, argv)
-    _check(parser, args)
+    _check_options(parser, args)
     return args
 
 
@@ -138,7 +138,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error message if the flags cannot be combined."""
     if args.calibration_file is None and args.calibration_audio_dir is None:
         parser.error("--calibration_file is required for the measurement (for Whisper: --calibration_audio_dir).")
@@ -166,15 +166,15 @@ def main(args: argparse.Namespace) -> Any:
     from ..progress import no_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
-    saved = SavedFrontier(output_dir / JSON_FILE)
+    saved = SavedFrontier(output_dir / FRONTIER_JSON)
     calibration, held_out = _read_texts(args)
     model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
-    options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
+    options = variants_to_try(model, {name: getattr(args, name) for name in VARIANT_OPTIONS})
     is_audio = calibration.audio is not None
     start = None if is_audio else set_languages(processor, model.config, args.source_lang, args.target_lang)
     if start is not None:
         start.apply_to(model)
-    known = saved.rows(_run_key(args, options, calibration, held_out))
+    known = saved.rows(_make_run_key(args, options, calibration, held_out))
     try:
         with no_progress_bars(args.disable_tqdm):
             frontier = measure_frontier(
@@ -196,15 +196,15 @@ def main(args: argparse.Namespace) -> Any:
         raise KeyboardInterrupt(f"{INTERRUPTED}.{advice}") from None
     chosen = None if args.loss is None else frontier.cheapest(args.loss)
     results = frontier.to_dict() | {
-        "chosen": chosen and {"name": chosen.name, "command": _convert_command(chosen, args)}
+        "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
     }
-    is_drawn = _draw(frontier, args.loss, output_dir / PNG_FILE)
+    is_drawn = _draw(frontier, args.loss, output_dir / FRONTIER_PNG)
     saved.finish(results)
     if args.json:
         print(json.dumps(results, indent=2))
     else:
-        picture = f"Plot and numbers: {output_dir / PNG_FILE}, " if is_drawn else "Numbers: "
-        _print(frontier, chosen, args, f"{picture}{output_dir / JSON_FILE}.")
+        picture = f"Plot and numbers: {output_dir / FRONTIER_PNG}, " if is_drawn else "Numbers: "
+        _print_frontier(frontier, chosen, args, f"{picture}{output_dir / FRONTIER_JSON}.")
     return frontier
 
 
@@ -229,7 +229,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..inspection.frontier.measure import split_text
 
-    calibration: Any = read_calibration_arguments(args)  # it is not None, because `_check` requires its flag
+    calibration: Any = read_calibration_arguments(args)  # it is not None, because `_check_options` requires its flag
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
         size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
@@ -243,7 +243,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     return calibration, split_text(calibration, all_examples, size, args.seed)
 
 
-def _run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
+def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
     """Return all values that the results depend on. A later call reuses saved results if these values are equal."""
     from ..inspection.frontier.measure import hash_examples
 
@@ -253,7 +253,7 @@ def _run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out:
     return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 
 
-def _print(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:
+def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:
     from ..inspection.frontier.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
@@ -269,7 +269,7 @@ def _print(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> 
     print(files)
     if chosen is not None:
         print_text(f"Smallest variant whose loss is at most {args.loss:g} higher: {chosen.name}.")
-        print(f"  {_convert_command(chosen, args)}")
+        print(f"  {_format_convert_command(chosen, args)}")
     elif args.loss is not None:
         print_text(f"No variant has a loss that is at most {args.loss:g} higher than the loss of the checkpoint.")
 
@@ -298,7 +298,7 @@ def _has_source(frontier: Any) -> bool:
     return "cross" in (frontier.source.kv_cache_bytes_per_token or {})
 
 
-def _convert_command(row: Any, args: argparse.Namespace) -> str:
+def _format_convert_command(row: Any, args: argparse.Namespace) -> str:
     """Return the command that creates the variant of a row."""
     words = ["attn-variants", "convert", "--model_name_or_path", args.model_name_or_path]
     for name, value in row.fields.items():

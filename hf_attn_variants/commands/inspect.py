@@ -21,8 +21,8 @@ examples:
 The command reads only config.json. A row with * is the unchanged checkpoint. A row with - cannot be reached by a
 conversion, because neither number of heads divides the other, or because heads have parameters of their own."""
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+CACHE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,12 +56,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--memory",
-        type=_memory,
+        type=_parse_memory,
         metavar="SIZE",
         help="for a model with a cache: show the largest batch that fits into this memory together with the weights "
         "(for example 4GiB or 800MiB)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and cache (default: as in the checkpoint)")
+    parser.add_argument(
+        "--dtype", choices=CACHE_DTYPES, help="type of weights and cache (default: as in the checkpoint)"
+    )
     parser.add_argument(
         "--details",
         action="store_true",
@@ -98,10 +100,10 @@ def main(args: argparse.Namespace) -> Any:
         print(json.dumps(table.to_dict(), indent=2))
         return table
     header, rows = cost_cells(table, args.details)
-    title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
+    title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_format_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
     print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
-    for note in _notes(table, args.details):
+    for note in _list_notes(table, args.details):
         print_text(note)
     return table
 
@@ -125,7 +127,7 @@ def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[
     header += [f"MFLOP per token{f' ({part})' if len(parts) > 1 else ''}" for part in parts]
     header += [f"cache per token ({name})" for name in caches] + ["cache", "saved cache"] * has_cache
     header += ["largest batch"] * (has_cache and table.memory is not None)
-    rows, upstream = [], _upstream_row(table)
+    rows, upstream = [], _make_upstream_row(table)
     for row in table.rows if upstream is None else (upstream, *table.rows):
         saved, is_unchanged = table.savings(row), row.current if upstream is None else row is upstream
         cells = [f"{row.name}{' *' if is_unchanged else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
@@ -142,7 +144,7 @@ def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[
     return header, rows
 
 
-def _upstream_row(table: Any) -> Any:
+def _make_upstream_row(table: Any) -> Any:
     """Return the row of the class of Transformers if its cache is larger than the cache of this package, or None."""
     if table.upstream_kv_cache_bytes is None:
         return None
@@ -150,13 +152,13 @@ def _upstream_row(table: Any) -> Any:
     return replace(table.current, name="transformers", kv_cache_bytes=cache, largest_batch=largest)
 
 
-def _sizes(table: Any) -> str:
+def _format_sizes(table: Any) -> str:
     text = f"batch {table.batch_size}, {table.length:,} tokens attended to"
     text += f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else ""
     return text + (f", {table.num_beams} beams" if table.num_beams > 1 else "")
 
 
-def _notes(table: Any, details: bool) -> list[str]:
+def _list_notes(table: Any, details: bool) -> list[str]:
     notes = ["* the unchanged checkpoint"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
         notes.append(
@@ -198,7 +200,7 @@ def _explain_zero_batch(table: Any) -> list[str]:
     return []
 
 
-def _memory(text: str) -> int:
+def _parse_memory(text: str) -> int:
     """Return the number of bytes of a text such as "800MiB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
     if match is None:
@@ -210,9 +212,9 @@ def _memory(text: str) -> int:
 
 def _format_bytes(count: int) -> str:
     value, unit = float(count), 0
-    while value >= 1024 and unit < len(UNITS) - 1:
+    while value >= 1024 and unit < len(SIZE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    return f"{value:,.{0 if unit == 0 else 1}f} {UNITS[unit]}"
+    return f"{value:,.{0 if unit == 0 else 1}f} {SIZE_UNITS[unit]}"
 
 
 def _format_saving(saved: int, current: int = 0) -> str:

@@ -19,8 +19,8 @@ examples (write a new folder; also push it to the Hub in one commit):
 
 The command loads the model with the classes of the installed package and saves it with their code. It then compares
 the outputs of the model before and after on random inputs. It does not run the old code."""
-TOKENS = 8
-TOLERANCE = 1e-4  # relative to the largest output
+RANDOM_TOKENS = 8
+MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -85,7 +85,7 @@ def _refresh(source: Path, output: Path) -> float:
 
     from ..conversion.checkpoint.source import read_config
     from ..conversion.checkpoint.tensor_files import open_checkpoint
-    from ..hub.card import refreshed_card
+    from ..hub.card import refresh_card
     from ..hub.push import list_folder_files
     from ..modeling.travel import travelling_names
     from ..registration import variant_model_class
@@ -109,11 +109,11 @@ def _refresh(source: Path, output: Path) -> float:
         model.save_pretrained(stage)
         if (source / CARD_NAME).is_file():
             text = (source / CARD_NAME).read_text(encoding="utf-8")
-            (stage / CARD_NAME).write_text(refreshed_card(text) or text, encoding="utf-8")
+            (stage / CARD_NAME).write_text(refresh_card(text) or text, encoding="utf-8")
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
         after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
         difference = _difference(model, after)
-        if not difference <= TOLERANCE:
+        if not difference <= MAX_DIFFERENCE:
             raise ValueError(
                 f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
             )
@@ -141,7 +141,7 @@ def _difference(model: Any, other: Any) -> float:
     count = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
     special_ids = (config.pad_token_id, config.eos_token_id)
     words = torch.tensor([token_id for token_id in range(count) if token_id not in special_ids])
-    ids = words[torch.randint(len(words), (2, TOKENS), generator=generator)]
+    ids = words[torch.randint(len(words), (2, RANDOM_TOKENS), generator=generator)]
     if isinstance(config.eos_token_id, int):
         ids[:, -1] = config.eos_token_id  # BART classifies with the state of the end token, which must occur once
     inputs = {"input_ids": ids[None] if name.endswith("ForMultipleChoice") else ids}

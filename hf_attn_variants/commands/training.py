@@ -34,7 +34,7 @@ def settings_parser(settings: type[TrainingSettings], script: str, description: 
             if setting.name == "model_name_or_path":
                 add_checkpoint_argument(group, setting.metadata["help"])
             else:
-                group.add_argument(f"--{setting.name}", **_flag_options(setting, types[setting.name]))
+                group.add_argument(f"--{setting.name}", **_make_flag_options(setting, types[setting.name]))
     return parser
 
 
@@ -120,7 +120,7 @@ def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any
     return results
 
 
-def _flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str, Any]:
+def _make_flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for a field."""
     flag = {name: value for name, value in setting.metadata.items() if name not in ("range", "resume")}
     if setting.default_factory is not dataclasses.MISSING:

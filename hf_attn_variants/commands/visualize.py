@@ -14,7 +14,7 @@ from ..files import check_output_dir
 __all__ = ["HTML_FILE", "main", "parse_args"]
 
 HTML_FILE = "attention_maps.html"
-MOST_TOKENS = 64  # the labels of more tokens would not be readable
+MAX_DRAWN_TOKENS = 64  # the labels of more tokens would not be readable
 
 EXAMPLE = """\
 example:
@@ -43,11 +43,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: that of the checkpoint)")
-    parser.add_argument("--max_length", type=int, default=32, help=f"largest number of tokens, up to {MOST_TOKENS}")
+    parser.add_argument(
+        "--max_length", type=int, default=32, help=f"largest number of tokens, up to {MAX_DRAWN_TOKENS}"
+    )
     parser.add_argument("--layers", type=int, nargs="+", help="layers to draw, counted from 0 (default: all)")
     args = parse_with_checkpoint(parser, argv)
-    if not 3 <= args.max_length <= MOST_TOKENS:
-        parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}.")
+    if not 3 <= args.max_length <= MAX_DRAWN_TOKENS:
+        parser.error(f"--max_length must be between 3 and {MAX_DRAWN_TOKENS}, got {args.max_length}.")
     check_output_dir(args.output_dir)
     return args
 

@@ -40,6 +40,8 @@ __all__ = [
     "CardOptions",
     "auto_class",
     "code",
+    "collect_step_facts",
+    "collect_variant_facts",
     "contains_local_path",
     "contains_secret",
     "data_name",
@@ -48,15 +50,13 @@ __all__ = [
     "last_training",
     "latest_hub_id",
     "leaves_outputs_unchanged",
+    "make_shareable",
     "model_card",
     "plain",
-    "refreshed_card",
-    "shared_content",
+    "refresh_card",
+    "remove_local_paths",
     "starts_from_model",
-    "step_facts",
     "trained_text_columns",
-    "variant_facts",
-    "without_local_paths",
     "write_card",
 ]
 
@@ -100,7 +100,7 @@ def contains_secret(text: str) -> bool:
     return any(pattern.search(text) for pattern, _ in SECRETS)
 
 
-def without_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
+def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
     """Return JSON values in which each path is shortened to its last part, and passwords and tokens are removed.
 
     Args:
@@ -114,23 +114,23 @@ def without_local_paths(value: Any, name: str = "", is_report: bool = True) -> A
     if not is_report and VOCABULARY_FIELDS.fullmatch(name):
         return value
     if isinstance(value, dict):
-        return {key: without_local_paths(inner, str(key), is_report) for key, inner in value.items()}
+        return {key: remove_local_paths(inner, str(key), is_report) for key, inner in value.items()}
     if isinstance(value, list):
-        return [without_local_paths(inner, name, is_report) for inner in value]
+        return [remove_local_paths(inner, name, is_report) for inner in value]
     if not isinstance(value, str):
         return value
     is_path_field, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
     if (is_path_field or is_path) if is_report else (is_path_field or name.endswith("path")) and is_path:
-        return _last_part(_without_secrets(value))
-    return PATH_IN_TEXT.sub(lambda match: _last_part(match[0]), _without_secrets(value))
+        return _get_last_part(_remove_secrets(value))
+    return PATH_IN_TEXT.sub(lambda match: _get_last_part(match[0]), _remove_secrets(value))
 
 
-def shared_content(path: Path, is_report: bool) -> bytes | None:
+def make_shareable(path: Path, is_report: bool) -> bytes | None:
     """Return the content of a JSON file without local paths and secrets, or None if the file can be shared unchanged.
 
     Args:
         path: the file.
-        is_report: whether the file is a report of this package, see `without_local_paths`.
+        is_report: whether the file is a report of this package, see `remove_local_paths`.
 
     Raises:
         OSError: if the file cannot be read.
@@ -141,17 +141,17 @@ def shared_content(path: Path, is_report: bool) -> bytes | None:
     value = load_json(path)
     if is_report and not isinstance(value, dict):
         raise ValueError(f"{path} must contain a JSON object, got {type(value).__name__}.")
-    shared = without_local_paths(value, is_report=is_report)
+    shared = remove_local_paths(value, is_report=is_report)
     return None if shared == value else f"{json.dumps(shared, indent=2, ensure_ascii=False)}\n".encode()
 
 
-def _without_secrets(text: str) -> str:
+def _remove_secrets(text: str) -> str:
     for pattern, replacement in SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def _last_part(path: str) -> str:
+def _get_last_part(path: str) -> str:
     if HOME.fullmatch(path):
         return "~"  # the name of the user is private
     # A Windows path has both kinds of slashes. On other systems, a backslash can be a part of a name.
@@ -168,7 +168,7 @@ max_target_length mixed_precision trainable seed""".split()
 EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
 
 
-def step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
+def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
     """Return the steps with further values for the template.
 
     Args:
@@ -181,7 +181,7 @@ def step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, 
     """
     all_facts = []
     for index, step in enumerate(steps):
-        verb, title = _verb_and_title(step)
+        verb, title = _get_verb_and_title(step)
         facts: dict[str, Any] = {**step, "verb": verb, "title": title}
         if step["kind"] == "conversion":
             heads = step.get("heads", {})
@@ -192,7 +192,7 @@ def step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, 
             before, after = step.get("initial_eval_loss"), step.get("eval_loss")
             facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
             facts["data"] = (data_name(step, ("train_file", "source_file")) or {}).get("dataset_name")
-            facts["rows"] = _argument_rows(step["arguments"], verb == "evaluated")
+            facts["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
         all_facts.append(facts)
     return all_facts
 
@@ -221,8 +221,8 @@ def latest_hub_id(steps: Sequence[Step]) -> str | None:
 def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
     """Return the text columns of the last training, or an empty sequence if no step has them."""
     for step in reversed(steps):
-        if step["kind"] == "training" and ("problem_type" in step or _glue_task(step) in TASKS):
-            task = TASKS.get(_glue_task(step) or "")
+        if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
+            task = TASKS.get(_get_glue_task(step) or "")
             return [names[0] for names in task.text_columns] if task is not None else step.get("text_columns", ())
     return ()
 
@@ -234,7 +234,7 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
         training: the step.
         file_arguments: the arguments that contain the files of the split.
     """
-    arguments, task = training["arguments"], _task_name(training)
+    arguments, task = training["arguments"], _get_task_name(training)
     if "dataset" in training:
         return training["dataset"]
     if task in TASKS:
@@ -249,13 +249,13 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
     return {"dataset_type": re.sub(r"[^\w./-]+", "-", name), "dataset_name": name} if name else None
 
 
-def _argument_rows(arguments: Mapping[str, Any], is_evaluation: bool) -> list[tuple[str, Any]]:
+def _list_arguments(arguments: Mapping[str, Any], is_evaluation: bool) -> list[tuple[str, Any]]:
     names = EVALUATION_ARGUMENTS if is_evaluation else TRAINING_ARGUMENTS
     hidden = "num_train_epochs" if not is_evaluation and arguments.get("max_train_steps") is not None else None
     return [(name, arguments[name]) for name in names if arguments.get(name) not in (None, "") and name != hidden]
 
 
-def _verb_and_title(step: Step) -> tuple[str, str]:
+def _get_verb_and_title(step: Step) -> tuple[str, str]:
     if step["kind"] == "conversion":
         return "converted", "Conversion"
     arguments = step["arguments"]
@@ -268,11 +268,11 @@ def _verb_and_title(step: Step) -> tuple[str, str]:
     return "pretrained" if is_pretraining else "fine-tuned", "Training"
 
 
-def _glue_task(training: Step) -> str | None:
-    return None if "dataset" in training else _task_name(training)
+def _get_glue_task(training: Step) -> str | None:
+    return None if "dataset" in training else _get_task_name(training)
 
 
-def _task_name(training: Step) -> str | None:
+def _get_task_name(training: Step) -> str | None:
     # The argument can have another spelling ("STS-B") than the results.
     return training.get("task_name") or training["arguments"].get("task_name")
 
@@ -304,7 +304,7 @@ def code(value: Any) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
+def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
     """Return the values of a variant for the template, including its "tags" on the Hub and its "papers".
 
     Args:
@@ -314,8 +314,8 @@ def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    latents, talking = [_latent(variant, name) for name in names], talking_parts(variant, fields)
-    patterns, kernels = (_on_card(variant, fields, fact) for fact in ("pattern", "kernel"))
+    latents, talking = [_describe_latent(variant, name) for name in names], talking_parts(variant, fields)
+    patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
     shared = {
         count for name in kv_fields for count in values_by_layer(variant, name) if count != variant.query_heads(name)
     }
@@ -331,14 +331,14 @@ def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict
     current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
     all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
     return {
-        "stacks": [_stack(variant, name) for name in kv_fields],
+        "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
         "latents": latents,
         "scores": score_parts(variant, kv_fields),
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
-        "head_counts": {name: _value(variant, name) for name in variant.head_fields(fields)},
+        "head_counts": {name: _get_value(variant, name) for name in variant.head_fields(fields)},
         "parameters": current.parameters,
         "attention_parameters": current.attention_parameters,
         "caches": [
@@ -383,38 +383,38 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
 
 
-def _on_card(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Return `_field_facts` of all fields with a fact that are set in the encoder or decoder of `fields`."""
+def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
+    """Return `_describe_field` of all fields with a fact that are set in the encoder or decoder of `fields`."""
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
     rows = [row for row in FIELDS if fact in row.facts and row.card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
-    return [_field_facts(variant, name) for name in names if getattr(variant, name, None) is not None]
+    return [_describe_field(variant, name) for name in names if getattr(variant, name, None) is not None]
 
 
-def _stack(variant: Any, name: str) -> dict[str, Any]:
+def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     heads, counts = variant.query_heads(name), set(values_by_layer(variant, name)) or {getattr(variant, name)}
     kind, where = sharing_of(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
 
-def _latent(variant: Any, name: str) -> dict[str, Any]:
+def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
     prefix, row = row_of(name)
     layers = values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
     place = {"here": PLACES[prefix].here, "token": PLACES[prefix].token, "is_one_for_all": prefix in row.one_for_all}
-    return _field_facts(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
+    return _describe_field(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
 
 
-def _field_facts(variant: Any, name: str) -> dict[str, Any]:
+def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, and the layers that have a value. A kernel has a name."""
     prefix, row = row_of(name)
     layers = values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _value(variant, name), "words": row.on_card(prefix), "layers": len(layers)}
+    facts = {"value": _get_value(variant, name), "words": row.on_card(prefix), "layers": len(layers)}
     return facts | {"having": layers_with_value, "name": getattr(variant, name)}
 
 
-def _value(variant: Any, name: str) -> Any:
+def _get_value(variant: Any, name: str) -> Any:
     """Return the value of a field, or the list of its per-layer values."""
     values = (variant.per_layer_values or {}).get(name)
     return getattr(variant, name) if values is None else values
@@ -507,18 +507,20 @@ def model_card(
         read_front_matter(folder / CARD_NAME)  # raises an error, because a license must not be lost silently
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
-    variant, facts = _variant(config)
+    variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
-    task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
+    task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
     with as_value_error("evaluations must be a list with the fields of huggingface_hub.EvalResult", ValueError):
         evaluations = [EvalResult(**row) for row in options.evaluations]
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
-        steps = without_local_paths(history.steps)
+        steps = remove_local_paths(history.steps)
         # Only the first step counts, because a later one may have started from an earlier push of this model.
         origin = options.base_model or latest_hub_id(history.steps[:1])
         scores = eval_results(last_training(steps), task) + evaluations
         options = replace(options, title=options.title or repo_id.split("/")[-1])
-        data = _metadata(options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores)
+        data = _build_metadata(
+            options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores
+        )
         card = ModelCard.from_template(
             data,
             template_path=str(TEMPLATE),
@@ -529,7 +531,7 @@ def model_card(
             variant=facts,
             leaves_outputs_unchanged=leaves_outputs_unchanged(variant, steps),
             origin=origin,
-            steps=step_facts(steps, origin),
+            steps=collect_step_facts(steps, origin),
             has_report=(folder / REPORT_NAME).is_file(),
             scores=scores,
             license=data.license,
@@ -543,10 +545,10 @@ def model_card(
             plain=plain,
             code=code,
         )
-    return ModelCard(_signed(card.content))
+    return ModelCard(_sign(card.content))
 
 
-def _metadata(
+def _build_metadata(
     options: CardOptions,
     history: ModelHistory,
     task: str | None,
@@ -554,16 +556,16 @@ def _metadata(
     own_tags: Sequence[str],
     scores: list[EvalResult],
 ) -> ModelCardData:
-    source = without_local_paths(history.metadata | {"base_model": _hub_ids(history.metadata.get("base_model"))})
+    source = remove_local_paths(history.metadata | {"base_model": _select_hub_ids(history.metadata.get("base_model"))})
     terms = source if options.license is None else {}
     return ModelCardData(
         library_name="sentence-transformers" if is_sentence_model else "transformers",
         pipeline_tag=task,
-        tags=[*own_tags, *_source_tags(source.get("tags"), task, is_sentence_model)],
+        tags=[*own_tags, *_select_tags(source.get("tags"), task, is_sentence_model)],
         eval_results=scores or None,
         model_name=options.title if scores else None,
         base_model=options.base_model or latest_hub_id(history.steps) or source.get("base_model"),
-        datasets=options.datasets or _datasets(history.steps),
+        datasets=options.datasets or _list_datasets(history.steps),
         language=options.language or source.get("language"),
         license=options.license or terms.get("license"),
         license_name=terms.get("license_name"),
@@ -578,7 +580,7 @@ def write_card(folder: Path) -> bool:
     The example on the card loads a repository with the name of the folder.
 
     Returns:
-        Whether the card was written.
+        True if the card was written, False if the folder has a README.md.
 
     Raises:
         OSError: if the card cannot be written.
@@ -590,31 +592,31 @@ def write_card(folder: Path) -> bool:
     return True
 
 
-def _pipeline_tag(architecture: str) -> str | None:
+def _get_pipeline_tag(architecture: str) -> str | None:
     match = re.search(r"(For[A-Z]\w+|LMHeadModel|EncoderModel|Model)$", architecture)
     tag = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
     return tag or PIPELINE_TAGS.get(match[1] if match else "")
 
 
-def _hub_ids(names: Any) -> list[str] | str | None:
+def _select_hub_ids(names: Any) -> list[str] | str | None:
     """Return the names that can be Hub ids. Names of local folders are removed."""
     if isinstance(names, list):
         return [name for name in names if HUB_ID.fullmatch(name)] or None
     return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
 
 
-def _signed(text: str) -> str:
+def _sign(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_digest(text))}\n"
+    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
 
 def is_untouched(text: str) -> bool:
     """Return whether a card was generated by `model_card` and was not edited later."""
     match = MARK_PATTERN.search(text)
-    return match is not None and _digest(text[: match.start()].rstrip() + "\n") == match[1]
+    return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
 
 
-def refreshed_card(text: str) -> str | None:
+def refresh_card(text: str) -> str | None:
     """Return a card with the current paragraph about the code, or None for a card that was edited by hand."""
     if not is_untouched(text):
         return None
@@ -625,7 +627,7 @@ def refreshed_card(text: str) -> str | None:
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
     values = {"repo_id": repo_id[1], "oldest_run": OLDEST_RUN, "newest_run": NEWEST_RUN}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
-    return text if refreshed == body else _signed(refreshed)
+    return text if refreshed == body else _sign(refreshed)
 
 
 def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
@@ -649,19 +651,21 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
     return results
 
 
-def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return the variant configuration of a model and its `variant_facts`, or None for other architectures."""
+def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Return the variant configuration of a model and its `collect_variant_facts`, or None for other architectures."""
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), cost_table(config)
-    return variant, variant_facts(variant, used_fields(variant_model_class(table.architecture), variant), table)
+    return variant, collect_variant_facts(
+        variant, used_fields(variant_model_class(table.architecture), variant), table
+    )
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _datasets(steps: Sequence[Step]) -> list[str] | None:
+def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
     datasets = []
     for step in steps:
         if step["kind"] == "training":
@@ -673,7 +677,7 @@ def _datasets(steps: Sequence[Step]) -> list[str] | None:
     return list(dict.fromkeys(datasets)) or None
 
 
-def _source_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
+def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
     """Return the tags of the original model that also apply to this model: no file formats and no other tasks."""
     removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
     unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())

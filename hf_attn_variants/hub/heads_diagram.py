@@ -38,11 +38,11 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
             title = [HEADS_TITLES[field]] if len(kv_fields) > 1 else []
             title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
-            blocks.append("\n".join([*head, *_groups(config.query_heads(field), count)]))
-    latents = [_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
+            blocks.append("\n".join([*head, *_draw_groups(config.query_heads(field), count)]))
+    latents = [_describe_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
-    if chains := _chains(config, kv_fields):
+    if chains := _draw_chains(config, kv_fields):
         blocks.append(chains)
     return "\n\n".join(blocks)
 
@@ -53,7 +53,7 @@ def layers_text(values: Sequence[Any], value: Any) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
-def _latent(config: Any, field: str, is_t5: bool) -> str:
+def _describe_latent(config: Any, field: str, is_t5: bool) -> str:
     """Return the sentence about a latent, or an empty text if the attention has no latent."""
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
@@ -65,12 +65,12 @@ def _latent(config: Any, field: str, is_t5: bool) -> str:
     return text if parts else ""
 
 
-def _groups(heads: int, kv_heads: int) -> list[str]:
+def _draw_groups(heads: int, kv_heads: int) -> list[str]:
     groups = [[f"q{head}" for head in group] for group in consecutive_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
-    if _width(queries, keys) > MAX_WIDTH:
+    if _compute_width(queries, keys) > MAX_WIDTH:
         queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
-    if _width(queries, keys) > MAX_WIDTH:
+    if _compute_width(queries, keys) > MAX_WIDTH:
         queries, keys = [*queries[:4], "...", queries[-1]], [*keys[:4], "...", keys[-1]]
     widths = [max(len(query), len(key)) for query, key in zip(queries, keys, strict=True)]
     rows = (("query heads", queries), ("key/value heads", keys))
@@ -80,14 +80,14 @@ def _groups(heads: int, kv_heads: int) -> list[str]:
     ]
 
 
-def _width(queries: list[str], keys: list[str]) -> int:
+def _compute_width(queries: list[str], keys: list[str]) -> int:
     return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
 
 
-def _chains(config: Any, kv_fields: Sequence[str]) -> str:
+def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
-        prefix: [_chain(query_heads_there(config, prefix), talking) for talking in layers]
+        prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -100,7 +100,7 @@ def _chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _chain(heads: int, talking: TalkingHeads) -> str:
+def _draw_chain(heads: int, talking: TalkingHeads) -> str:
     """Return the talking-heads projections of one attention module, or an empty text if it has none."""
     if talking.kind is None:
         return ""

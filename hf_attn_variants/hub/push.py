@@ -33,8 +33,8 @@ from .card import (
     contains_local_path,
     contains_secret,
     is_untouched,
+    make_shareable,
     model_card,
-    shared_content,
     starts_from_model,
 )
 
@@ -159,7 +159,7 @@ def plan_push(
     notes = [
         name
         for name in files
-        if not name.startswith(("vocab", "merges")) and contains_local_path(_note(folder / name))
+        if not name.startswith(("vocab", "merges")) and contains_local_path(_read_note(folder / name))
     ]
     warnings += [f"{name} contains local paths and is pushed unchanged." for name in notes]
     if card is None:
@@ -196,11 +196,11 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[name] = "a pickle file; --allow_pickle pushes it"
         elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOGS):
             left_out[name] = "a log"
-        elif path.is_file() and contains_secret(_note(path)):
+        elif path.is_file() and contains_secret(_read_note(path)):
             left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
             try:
-                content = shared_content(path, name in WITHOUT_PATHS)
+                content = make_shareable(path, name in WITHOUT_PATHS)
                 files[name] = path.stat().st_size if content is None else len(content)
             except (ValueError, OSError, RecursionError):  # local paths in it cannot be removed
                 left_out[name] = "cannot be read"
@@ -261,7 +261,7 @@ def push_checkpoint(
         weights_and_reports = (name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS)
         stale = sorted(name for name in weights_and_reports if name not in plan.files)
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-        operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
+        operations += [CommitOperationAdd(name, _get_payload(plan.folder, name)) for name in plan.files]
         operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
         commit = api.create_commit(
             repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
@@ -312,11 +312,11 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
         )
 
 
-def _payload(folder: Path, name: str) -> str | bytes:
-    return shared_content(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
+def _get_payload(folder: Path, name: str) -> str | bytes:
+    return make_shareable(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
-def _note(path: Path) -> str:
+def _read_note(path: Path) -> str:
     """Return the content of a short text file, or an empty text for other files."""
     if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
         return ""
@@ -352,7 +352,7 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
         ValueError: if the name of the repository is not valid, or the repository is public and `private` is true.
         OSError: if there is no valid token, or the Hub cannot be reached.
     """
-    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     validate_repo_id(repo_id)
     with explain_hub_errors(repo_id):
         api.whoami()
@@ -374,7 +374,7 @@ def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token
     Raises:
         OSError: if the push fails. The model is in the folder, and the message says what to do.
     """
-    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:
         plan = plan_push(output_dir, full_repo_id(repo_id, api))
         return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
@@ -385,5 +385,5 @@ def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token
         ) from error
 
 
-def _repo_id(output_dir: str, hub_model_id: str | None) -> str:
+def _get_repo_id(output_dir: str, hub_model_id: str | None) -> str:
     return hub_model_id or Path(output_dir).resolve().name

@@ -71,7 +71,7 @@ def write_ctranslate2_folder(
     from ..export.ctranslate2_specs import model_specification
 
     vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
-    start, end = (_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
+    start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
     if is_audio := "input_features" in inputs:
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
@@ -85,7 +85,7 @@ def write_ctranslate2_folder(
     return ExportedModel(os.fspath(folder), int8, batch, prompt if is_audio else [])
 
 
-def _token(config: Mapping[str, Any], model: Any, name: str) -> int:
+def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
     token = getattr(model.generation_config, name, None)
     token = config.get(name) if token is None else token
     if token is None:
@@ -155,7 +155,7 @@ def list_engines(
     current = variant_config(config)
     is_upstream = config["model_type"] != type(current).model_type
     can_share = is_upstream and is_generative(config)
-    baseline = "transformers" if is_upstream else variant_name(current, _heads_field(config))
+    baseline = "transformers" if is_upstream else variant_name(current, _get_heads_field(config))
     engines = [Engine(baseline)]
     if can_share:
         engines.append(Engine("share_memory", shared=True))
@@ -165,14 +165,14 @@ def list_engines(
     if compiles:
         engines += [replace(engine, name=f"{engine.name}, compiled", compiled=True) for engine in engines]
     if has_ctranslate2({}):
-        engines += _ctranslate2_engines("" if is_upstream else f"{baseline}, ", None)
+        engines += _list_ctranslate2_engines("" if is_upstream else f"{baseline}, ", None)
     for fields in conversions:
         converted = variant_config(config, **fields)
-        name = variant_name(converted, _heads_field(config))
+        name = variant_name(converted, _get_heads_field(config))
         engines += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
         # An export multiplies latents into the weights, and the model without latents is timed already.
         if has_ctranslate2(fields) and not has_latents(converted):
-            engines += _ctranslate2_engines(f"{name}, ", fields)
+            engines += _list_ctranslate2_engines(f"{name}, ", fields)
     all_names = [engine.name for engine in engines]
     if repeated := next((name for name in all_names if all_names.count(name) > 1), None):
         raise ValueError(f"The models to time must be different, got {repeated} twice. Leave one of them out.")
@@ -181,7 +181,7 @@ def list_engines(
     return engines if names is None else [engine for engine in engines if engine.name in (baseline, *names)]
 
 
-def _ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:
+def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:
     name = f"{prefix}{CTRANSLATE2}"
     return [Engine(name, fields, ctranslate2=True), Engine(f"{name}, int8", fields, int8=True, ctranslate2=True)]
 
@@ -201,11 +201,11 @@ def served_model_class(config: Mapping[str, Any]) -> type:
     return variant_model_class(variant_config(config).auto_classes[served_auto_class(config)])
 
 
-def _heads_field(config: Mapping[str, Any]) -> str:
+def _get_heads_field(config: Mapping[str, Any]) -> str:
     return kv_heads_field(served_model_class(config), variant_config(config))
 
 
-def _without_latents(config: Any) -> Any:
+def _remove_latents(config: Any) -> Any:
     """Return a variant configuration without latents."""
     ranks = config.rank_fields()
     by_layer = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
@@ -219,10 +219,10 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     """
     torch.manual_seed(0)
     if engine.fields is None and not engine.ctranslate2:
-        model = _baseline_model(config)
+        model = _build_baseline(config)
     else:
         current = variant_config(config, **(engine.fields or {}))
-        model = served_model_class(config)(_without_latents(current) if engine.ctranslate2 else current)
+        model = served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
     model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model
@@ -235,7 +235,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     return model
 
 
-def _baseline_model(config: Mapping[str, Any]) -> Any:
+def _build_baseline(config: Mapping[str, Any]) -> Any:
     """Return the unchanged model in the class of the checkpoint, of Transformers or of this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:

@@ -37,7 +37,7 @@ from .peak_memory import peak_bytes
 __all__ = ["ServingRow", "ServingTable", "draw_serving", "measure_serving", "recommend_engine"]
 
 # Engines are equivalent if their times, or their peak memory, differ by less than this factor.
-ALIKE = 1.05
+EQUAL_FACTOR = 1.05
 TimedCall = Callable[[Any], None]
 
 
@@ -147,7 +147,7 @@ def measure_serving(
         runs.clear()  # frees the memory for the processes of single engines
         gc.collect()
         peaks, without_peak = _measure_peaks(config, timed if peak_memory else [], load, threads, exported)
-    rows = _rows(timed, load, times, firsts, peaks)
+    rows = _build_rows(timed, load, times, firsts, peaks)
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), without_peak)
 
 
@@ -208,7 +208,7 @@ def _build_engines(
     return runs, exported
 
 
-def _rows(
+def _build_rows(
     engines: Sequence[Engine],
     load: Load,
     times: Mapping[str, list[float]],
@@ -218,11 +218,13 @@ def _rows(
     rows: list[ServingRow] = []
     for engine in engines:
         baseline = rows[0].milliseconds if rows else None
-        rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
+        rows.append(
+            _build_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name))
+        )
     return rows
 
 
-def _row(
+def _build_row(
     engine: Engine, load: Load, seconds: list[float], firsts: list[float], baseline: float | None, peak: int | None
 ) -> ServingRow:
     times = [1e3 * value for value in seconds]
@@ -267,9 +269,9 @@ def recommend_engine(table: ServingTable) -> str:
     """Return a sentence that recommends an engine for this model, batch and machine.
 
     It names the fastest engine of the unchanged checkpoint, the fastest one with float32, and a conversion if it is
-    faster than both. Among equally fast engines (`_equally_fast`), the one with the least peak memory is recommended.
-    If the peak memory is equal or unknown, the first one is recommended, because it needs the fewest changes. The
-    others are mentioned.
+    faster than both. Among equally fast engines (`_select_fastest`), the one with the least peak memory is
+    recommended. If the peak memory is equal or unknown, the first one is recommended, because it needs the fewest
+    changes. The others are mentioned.
 
     Example:
         "Recommended for batch 4, length 512, ..., this machine: int8 (1.80 times transformers, 620 MiB)."
@@ -279,41 +281,41 @@ def recommend_engine(table: ServingTable) -> str:
     beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
     conditions = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
     unconverted = [row for row in table.rows if row.engine.fields is None]
-    best = _best(unconverted)
-    parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_memory(best)})"]
-    if others := [row for row in _equally_fast(unconverted) if row is not best]:
-        names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_memory(row)})" for row in others)
+    best = _select_best(unconverted)
+    parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
+    if others := [row for row in _select_fastest(unconverted) if row is not best]:
+        names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_format_memory(row)})" for row in others)
         parts[0] += f", which is as fast as {names} within the variation of the rounds"
-    float32 = _best([row for row in unconverted if not row.engine.int8])
+    float32 = _select_best([row for row in unconverted if not row.engine.int8])
     if best.engine.int8 and float32.engine != unconverted[0].engine:
         parts.append(f"{float32.engine.name} ({float32.speedup:.2f}) if float32 is required")
     if best.engine.ctranslate2:
-        in_torch = _best([row for row in unconverted if not row.engine.ctranslate2])
+        in_torch = _select_best([row for row in unconverted if not row.engine.ctranslate2])
         parts.append(f"{in_torch.engine.name} ({in_torch.speedup:.2f}) within Transformers")
-    fastest = _equally_fast(table.rows)
+    fastest = _select_fastest(table.rows)
     if not any(row in fastest for row in unconverted):
-        converted = _best(fastest)
+        converted = _select_best(fastest)
         parts.append(f"{converted.engine.name} ({converted.speedup:.2f}) after a conversion, whose quality you check")
     return f"Recommended for {conditions}: {'; '.join(dict.fromkeys(parts))}."
 
 
-def _best(rows: Sequence[ServingRow]) -> ServingRow:
+def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
     """Return the row with the least peak memory among the fastest rows, or the first of them if it is unknown."""
-    fastest = _equally_fast(rows)
+    fastest = _select_fastest(rows)
     peaks = [row.peak_bytes for row in fastest if row.peak_bytes is not None]
     if len(peaks) < len(fastest):
         return fastest[0]
-    return next(row for row in fastest if (row.peak_bytes or 0) <= ALIKE * min(peaks))
+    return next(row for row in fastest if (row.peak_bytes or 0) <= EQUAL_FACTOR * min(peaks))
 
 
-def _equally_fast(rows: Sequence[ServingRow]) -> list[ServingRow]:
+def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
     """Return the rows that are as fast as the fastest: their medians are close, or their middle halves overlap."""
     fastest = min(rows, key=lambda row: row.milliseconds)
-    most, latest = ALIKE * fastest.milliseconds, _middle_half(fastest)[1]
-    return [row for row in rows if row.milliseconds <= most or _middle_half(row)[0] <= latest]
+    most, latest = EQUAL_FACTOR * fastest.milliseconds, _get_middle_half(fastest)[1]
+    return [row for row in rows if row.milliseconds <= most or _get_middle_half(row)[0] <= latest]
 
 
-def _middle_half(row: ServingRow) -> tuple[float, float]:
+def _get_middle_half(row: ServingRow) -> tuple[float, float]:
     """Return the first and third quartile of the times of a row."""
     if len(row.all_milliseconds) == 1:
         return row.milliseconds, row.milliseconds
@@ -321,7 +323,7 @@ def _middle_half(row: ServingRow) -> tuple[float, float]:
     return first, third
 
 
-def _memory(row: ServingRow) -> str:
+def _format_memory(row: ServingRow) -> str:
     return "" if row.peak_bytes is None else f", {row.peak_bytes / 2**20:,.0f} MiB"
 
 
@@ -342,7 +344,7 @@ def draw_serving(table: ServingTable) -> Figure:
     for axes, numbers, label in zip(
         panels, values, ("tokens per second", "peak memory of a separate process, MiB"), strict=False
     ):
-        colors = [ENGINE_COLORS[_kind(row)] for row in rows]
+        colors = [ENGINE_COLORS[_get_kind(row)] for row in rows]
         hatches = ["//" if row.engine.int8 else "" for row in rows]
         bars = axes.barh([row.engine.name for row in rows], numbers, color=colors, hatch=hatches, edgecolor="white")
         axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
@@ -358,7 +360,7 @@ def draw_serving(table: ServingTable) -> Figure:
     return figure
 
 
-def _kind(row: ServingRow) -> str:
+def _get_kind(row: ServingRow) -> str:
     if row.engine.ctranslate2:
         return "CTranslate2"
     return "transformers" if row.engine.fields is None else "a converted checkpoint"

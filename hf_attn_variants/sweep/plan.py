@@ -76,8 +76,8 @@ def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[st
     """
     try:
         content = _load_yaml(read_file(path))
-        variables = _variables(content.pop("variables", None), overrides)
-        return _sweep(_fill(content, variables), commands, path.stem)
+        variables = _merge_variables(content.pop("variables", None), overrides)
+        return _parse_sweep(_fill_variables(content, variables), commands, path.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -105,28 +105,28 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        return _object(yaml.load(text, Loader), "the file")
+        return _check_object(yaml.load(text, Loader), "the file")
     except yaml.YAMLError as error:
         raise ValueError(f"the file must be YAML: {' '.join(str(error).split())}.") from None
 
 
-def _variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
+def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the variables of the file with the values of --set."""
-    known = _object(stored, "`variables`")
+    known = _check_object(stored, "`variables`")
     if unknown := [name for name in overrides if name not in known]:
         raise ValueError(f"--set must name variables of the file ({', '.join(known)}), got {unknown[0]}.")
-    values = known | {name: _number_or_text(text) for name, text in overrides.items()}
+    values = known | {name: _parse_value(text) for name, text in overrides.items()}
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(f"the variable `{missing[0]}` must have a value. Give --set {missing[0]}=VALUE.")
     return values
 
 
-def _fill(value: Any, variables: Mapping[str, Any]) -> Any:
+def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
     """Return a value with all `${NAME}` replaced. A text that contains only a variable gets the type of its value."""
     if isinstance(value, dict):
-        return {key: _fill(inner, variables) for key, inner in value.items()}
+        return {key: _fill_variables(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_fill(inner, variables) for inner in value]
+        return [_fill_variables(inner, variables) for inner in value]
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
@@ -135,48 +135,53 @@ def _fill(value: Any, variables: Mapping[str, Any]) -> Any:
     return variables[whole[1]] if whole else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
 
 
-def _sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
+def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
     if unknown := [str(key) for key in content if key not in KEYS]:
         raise ValueError(f"the keys must be variables, {', '.join(KEYS)}, got {unknown[0]}. Put flags under `flags`.")
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
-    launch, metrics = ([str(word) for word in _list(content.get(key))] for key in ("launch", "metrics"))
-    variants, references = (_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
-    grid = {str(axis): _axis(str(axis), values) for axis, values in _object(content.get("grid"), "`grid`").items()}
-    seeds, base = _list(content.get("seeds", 0)), _object(content.get("flags"), "`flags`")
+    launch, metrics = ([str(word) for word in _as_list(content.get(key))] for key in ("launch", "metrics"))
+    variants, references = (_parse_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
+    grid = {
+        str(axis): _parse_axis(str(axis), values)
+        for axis, values in _check_object(content.get("grid"), "`grid`").items()
+    }
+    seeds, base = _as_list(content.get("seeds", 0)), _check_object(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
         raise ValueError("the file must contain `variants` or a `grid`, and `seeds` must not be empty.")
     base |= {CONVERT: content[CONVERT]} if CONVERT in content else {}
     return Sweep(title, command, launch, seeds, metrics, base, variants or {"": {}}, references, grid)
 
 
-def _axis(axis: str, values: Any) -> dict[Any, Flags]:
+def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     """Return the values of an axis of the grid with their flags: the flag with the name of the axis, or an object."""
     if isinstance(values, dict):
-        return {_number_or_text(value): flags for value, flags in _parts(values, f"`grid`, `{axis}`").items()}
-    points = [_number_or_text(value) for value in _list(values)]
+        return {_parse_value(value): flags for value, flags in _parse_parts(values, f"`grid`, `{axis}`").items()}
+    points = [_parse_value(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of different values or an object, got {values}.")
     flag = axis.removeprefix(f"{CONVERT}.")
     return {point: {flag: point} if flag == axis else {CONVERT: {flag: point}} for point in points}
 
 
-def _parts(value: Any, where: str) -> dict[str, Flags]:
-    return {str(name): _object(flags, f"{where}, `{name}`") for name, flags in _object(value, where).items()}
+def _parse_parts(value: Any, where: str) -> dict[str, Flags]:
+    return {
+        str(name): _check_object(flags, f"{where}, `{name}`") for name, flags in _check_object(value, where).items()
+    }
 
 
-def _object(value: Any, where: str) -> dict[Any, Any]:
+def _check_object(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{where} must be an object with lines `NAME: VALUE`, got {value!r}.")
     return value or {}
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _number_or_text(value: Any) -> Any:
+def _parse_value(value: Any) -> Any:
     """Return the number or truth value of a text, or the text itself. YAML would read 1e-3 as a text."""
     try:
         return number if isinstance(number := json.loads(value), int | float) else value
@@ -243,16 +248,16 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
         ValueError: if a command does not accept its flags, or two runs would have the same folder.
     """
     runs: dict[Path, SweepRun] = {}
-    for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_contestants(sweep)]):
+    for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_iterate_contestants(sweep)]):
         contestant = ", ".join([variant] * bool(variant) + [f"{axis_name(a)} {value}" for a, value in point.items()])
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(f"`{MODEL}` must be under `{CONVERT}`, because the converted model is trained.")
-            train = _words(sweep.command, flags, seed, command_module)
-            words = None if convert is None else _words(CONVERT, convert, seed, command_module)
+            train = _build_command(sweep.command, flags, seed, command_module)
+            words = None if convert is None else _build_command(CONVERT, convert, seed, command_module)
             run = SweepRun(contestant, variant, point, seed, sweep.launch, train, words)
             for line in run.commands(Path("RUN")):
-                _check(line, command_module(line[0]))
+                _check_command(line, command_module(line[0]))
         except ValueError as error:
             raise ValueError(f"{contestant!r}: {error}") from None
         if runs.setdefault(run.folder, run) is not run:
@@ -265,7 +270,7 @@ def axis_name(axis: str) -> str:
     return axis.removeprefix(f"{CONVERT}.")
 
 
-def _contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
+def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
     """Yield variant, point, flags and conversion of each variant at each point of the grid, and of each reference."""
     points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
     for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):
@@ -276,7 +281,9 @@ def _contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, 
             yield variant, point, merged, convert
 
 
-def _words(command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]) -> list[str]:
+def _build_command(
+    command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]
+) -> list[str]:
     """Return the words of a command with its flags. Flags with the value None are left out."""
     options, words = command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
@@ -289,20 +296,20 @@ def _words(command: str, flags: dict[str, Any], seed: int, command_module: Calla
         if isinstance(value, bool):
             words += [f"--{name}"] if value else [f"--no-{name}"] * (f"--no-{name}" in options)
         elif isinstance(value, list):
-            words += [f"--{name}", *(path for item in value for path in _paths(name, item))]
+            words += [f"--{name}", *(path for item in value for path in _expand_paths(name, item))]
         elif value is not None:
-            paths = _paths(name, value)
+            paths = _expand_paths(name, value)
             words += [f"--{name}={paths[0]}"] if paths[0].startswith("-") else [f"--{name}", *paths]
     return [*words, "--seed", str(seed)]
 
 
-def _paths(name: str, value: Any) -> list[str]:
+def _expand_paths(name: str, value: Any) -> list[str]:
     """Return a value as text, or for a pattern of files, the matching files, as a shell does."""
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
 
 
-def _check(line: list[str], module: ModuleType) -> None:
+def _check_command(line: list[str], module: ModuleType) -> None:
     """Raise ValueError if the parser of a command rejects a command line."""
     printed = io.StringIO()
     try:

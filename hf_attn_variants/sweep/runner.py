@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def is_converted(self) -> bool:
-        """Whether the conversion is finished."""
+        """True if the conversion is finished."""
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def execute(self) -> None:
@@ -77,8 +77,8 @@ class RunFolder:
     def _execute(self) -> None:
         self._write()
         for words in self._unfinished_commands():
-            if status := _call(words, self.path / LOG_NAME):
-                self.failure = f"status {status}: {_last_line(self.path / LOG_NAME)}"
+            if status := _run_command(words, self.path / LOG_NAME):
+                self.failure = f"status {status}: {_read_last_error(self.path / LOG_NAME)}"
                 return
         self.results = load_json(self.path / TRAINED / RESULTS_NAME)
         self._write()
@@ -100,7 +100,7 @@ class RunFolder:
         return [*commands, [*(self.run.launch or [sys.executable]), *program, *training]]
 
 
-def _call(words: list[str], log: Path) -> int:
+def _run_command(words: list[str], log: Path) -> int:
     """Run a command, append its output to the log and return its exit status."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     with open(log, "ab") as output:
@@ -121,7 +121,7 @@ def _terminate(number: int, frame: Any) -> None:
     raise TerminatedError("Stopped by SIGTERM. Repeat the command to continue.")
 
 
-def _last_line(log: Path) -> str:
+def _read_last_error(log: Path) -> str:
     """Return the line of a log with the reason why the last command failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2].split("\n")
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-2]).removeprefix("error: ")
@@ -152,12 +152,12 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
             "variant": runs[0].run.variant,
             "point": runs[0].run.point,
             "seeds": [folder.run.seed for folder in runs],
-            "spread": _spreads([folder.results for folder in runs if folder.results]),
+            "spread": _compute_spreads([folder.results for folder in runs if folder.results]),
             "runs": {str(folder.run.seed): folder.results for folder in runs if folder.results},
         }
         for name, runs in grouped.items()
     ]
-    defaults, reported = DEFAULT_METRICS[sweep.command], _reported(contestants)
+    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported(contestants)
     # A curve is drawn over the first axis of the grid that has several numbers.
     numeric_axes = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
     return {
@@ -175,16 +175,18 @@ def markdown(results: dict[str, Any]) -> str:
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
     rows.append(["---"] * len(rows[0]))
     for contestant in contestants:
-        cells = [_cell(contestant["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")]
+        cells = [
+            _format_cell(contestant["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")
+        ]
         rows.append([contestant["name"], *cells, f"{len(contestant['runs'])} of {len(contestant['seeds'])}"])
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
     note = f"`attn-variants {results['command']}`. Means over seeds, with the range if there are several."
-    return "\n\n".join([f"# {results['title']}", note, table, *_warnings(results)]) + "\n"
+    return "\n\n".join([f"# {results['title']}", note, table, *_iterate_warnings(results)]) + "\n"
 
 
-def _warnings(results: dict[str, Any]) -> Iterator[str]:
+def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
     """Yield warnings about missing metrics, and about models that need a longer training."""
-    contestants, reported = results["contestants"], _reported(results["contestants"])
+    contestants, reported = results["contestants"], _list_reported(results["contestants"])
     if reported and (missing := [name for name in results["metrics"] if name not in reported]):
         yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
     gates = {entry["name"]: [run.get("gate_passed") for run in entry["runs"].values()] for entry in contestants}
@@ -230,7 +232,7 @@ def draw_sweep(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the mean and the range of each number and, if there are several values, its sample deviation."""
     spreads = {}
     for name in dict.fromkeys(name for results in runs for name in results):
@@ -242,11 +244,11 @@ def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return spreads
 
 
-def _reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+def _list_reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for contestant in contestants for name in contestant["spread"]))
 
 
-def _cell(spread: dict[str, float] | None) -> str:
+def _format_cell(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ""
     values = [spread[name] for name in ("mean", "min", "max")]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants.commands import push as command
 from hf_attn_variants.hub import CardOptions, plan_push, push_checkpoint
-from hf_attn_variants.hub.card import without_local_paths
+from hf_attn_variants.hub.card import remove_local_paths
 
 REPO = "me/bert-gqa2"
 
@@ -307,7 +307,7 @@ def test_paths_of_this_machine_are_shortened_and_names_are_not():
         "learning_rate": 1e-3,
         "lr_scheduler_type": "linear",
     }
-    assert without_local_paths(given) == {
+    assert remove_local_paths(given) == {
         "train_file": ["a.txt", "b.txt"],
         "output_dir": "x",
         "model_name_or_path": "google-bert/bert-base-uncased",
