@@ -97,7 +97,7 @@ def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
         str(other): "its run is of no task of GLUE",
         str(tmp_path / "empty"): "it has no all_results.json",
     }
-    assert f"left out: {part}: its scores are of the first 5 rows" in " ".join(capsys.readouterr().out.split())
+    assert f"Left out: {part}: its scores are of the first 5 rows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_score_that_is_not_defined_leaves_its_run_out(write, capsys):
     constant = write("one", "stsb", pearson=None, spearmanr=0.5)
     found = average(constant, write("two", "rte", accuracy=0.6))
     assert found["left_out"][str(constant)].startswith("eval_pearson is not defined on its dev set")
-    assert list(found["glue"][0]["tasks"]) == ["rte"] and "left out: " in capsys.readouterr().out
+    assert list(found["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
 
 
 def test_a_run_whose_loss_is_no_number_is_left_out(write, capsys):

@@ -513,7 +513,7 @@ def test_audio_and_text_are_not_taken_for_each_other(whisper, t5, tmp_path, caps
         (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "reads audio: give --calibration_audio_dir"),
         (t5, ["--calibration_audio_dir", str(audio)], "reads text: give --calibration_file"),
         (t5, [], "--calibration_file is required"),
-        (checkpoint, ["--held_out_audio_dir", str(audio)], "is needed"),
+        (checkpoint, ["--held_out_audio_dir", str(audio)], "is required"),
     ):
         try:
             status = cli.main(["frontier", str(folder), *flags, "--output_dir", str(tmp_path / "out")])

@@ -116,7 +116,7 @@ def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
     [
         ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", r"checkpoint-3 is damaged \(SafetensorError"),
         ("optimizer.bin", b"", "checkpoint-3 is damaged"),
-        ("train_state.json", b'{"step": 3', r"checkpoint-3/train_state\.json is not JSON"),
+        ("train_state.json", b'{"step": 3', r"checkpoint-3/train_state\.json must be a JSON file"),
         ("train_state.json", b'{"stage": 3}', r"checkpoint-3/train_state\.json is no state of a run"),
     ],
 )
