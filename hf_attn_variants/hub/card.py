@@ -498,8 +498,7 @@ def model_card(
 
     Raises:
         OSError: if there is no config.json.
-        ValueError: if the metadata of README.md, which can contain a license, cannot be read, an option is not valid,
-            or a report contains a value of a wrong type.
+        ValueError: if the metadata of README.md cannot be read, or an option or a value in a report is not valid.
     """
     options = options or CardOptions()
     config = read_config(folder)
