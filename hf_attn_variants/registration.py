@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from .modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.fields.variant_config import AttnVariantConfigMixin
-from .modeling.hosts.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.mechanisms.sinusoidal_positions import has_sinusoids
 
 if TYPE_CHECKING:  # this import would build all attention functions
@@ -113,4 +113,4 @@ def _list_model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, 
 
 
 def _import_modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
-    return importlib.import_module(f".modeling.hosts.{config_class.modeling_file}", __package__)
+    return importlib.import_module(f".modeling.architectures.{config_class.modeling_file}", __package__)

@@ -25,6 +25,7 @@ from ..conversion.calibration_settings import (
 )
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import describe_field
 from ..training.engine.options import parse_json
 
 __all__ = [
@@ -196,7 +197,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
                 continue
             default_value, choices = row.default_of(prefix), row.choices_of(prefix)
             default = f" (default: {default_value})" if default_value not in (None, (), False) else ""
-            options: dict[str, Any] = {"help": row.described(prefix) + default}
+            options: dict[str, Any] = {"help": describe_field(prefix + row.name) + default}
             if choices:
                 options["choices"] = list(choices)
             if row.kind is bool:

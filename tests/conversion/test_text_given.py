@@ -21,7 +21,7 @@ from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
-from hf_attn_variants.modeling.hosts.modeling_attn_variant_bert import AttnVariantBertModel
+from hf_attn_variants.modeling.architectures.modeling_attn_variant_bert import AttnVariantBertModel
 
 
 @pytest.fixture(scope="module")

@@ -100,9 +100,9 @@ def test_the_readmes_chain_is_told_from_its_beginning(tuned):
 
 
 def test_what_goes_up_names_no_folder_of_this_machine(tuned):
-    from hf_attn_variants.hub.push import WITHOUT_PATHS, _payload
+    from hf_attn_variants.hub.push import WITHOUT_PATHS, _get_payload
 
-    there = {name: _payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
+    there = {name: _get_payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
     assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
 
 

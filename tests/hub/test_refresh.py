@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants.commands import refresh
 from hf_attn_variants.hub.card import is_untouched, model_card
-from hf_attn_variants.modeling.travel import code_files
+from hf_attn_variants.modeling.remote_code import code_files
 
 OLD_CODE = "raise SystemExit('the old code was run')\n"
 

@@ -109,7 +109,9 @@ def test_a_host_attends_by_the_formula(architecture, monkeypatch):
         model.set_attn_implementation("eager")
         found.append(model(**batch)[0])
         model.set_attn_implementation("sdpa")
-        monkeypatch.setattr(hf_attn_variants.modeling.hosts.t5_family, "attention_function", lambda name: counted)
+        monkeypatch.setattr(
+            hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: counted
+        )
         interface = hf_attn_variants.modeling.attention.attention_interface.ALL_ATTENTION_FUNCTIONS
         monkeypatch.setitem(
             interface._local_mapping, hf_attn_variants.modeling.attention.attention_interface.SDPA, counted
@@ -230,7 +232,7 @@ def test_scores_of_one_place(row, place, monkeypatch, tmp_path):
     assert stored["per_layer_values"] is None and again.config.per_layer_values is None
     assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
     monkeypatch.setattr(
-        hf_attn_variants.modeling.hosts.t5_family, "attention_function", lambda name: by_the_formula_of_each
+        hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: by_the_formula_of_each
     )
     interface = hf_attn_variants.modeling.attention.attention_interface
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)

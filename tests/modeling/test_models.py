@@ -89,8 +89,13 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
     rooms = ("attention", "fields", "mechanisms", "ops")
-    apart = ("configuration_attn_variants", architecture.config_class.modeling_file, "host_trial", "other_libraries")
-    apart = (*apart, "travel", "upstream", "upstream_checks", "variant_names")
+    apart = (
+        "configuration_attn_variants",
+        architecture.config_class.modeling_file,
+        "transformers_trial",
+        "other_libraries",
+    )
+    apart = (*apart, "remote_code", "upstream", "upstream_checks", "variant_names")
     files = {f"{name}.py" for name in (*apart, *(f"attn_variants_{room}" for room in rooms))}
     assert {path.name for path in tmp_path.glob("*.py")} == files | {*FAMILY_FILES.get(architecture.name, ())}
     again = type(model).from_pretrained(tmp_path).eval()

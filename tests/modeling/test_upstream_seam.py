@@ -1,4 +1,4 @@
-"""`modeling/upstream.py` and `host_trial.py`: what is known of transformers, and what stops where that has changed."""
+"""Inner parts of Transformers: names, signatures and attributes that this code relies on, and their checks."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
 
 import hf_attn_variants
-from hf_attn_variants.modeling import host_trial, upstream, upstream_checks
-from hf_attn_variants.modeling.hosts import configuration_attn_variants
+from hf_attn_variants.modeling import transformers_trial, upstream, upstream_checks
+from hf_attn_variants.modeling.architectures import configuration_attn_variants
 from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
@@ -219,7 +219,9 @@ def test_a_saved_configuration_needs_the_number_of_its_format(tmp_path):
 
 
 def test_versions_are_compared_by_minor():
-    assert [host_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")] == [
+    assert [
+        transformers_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")
+    ] == [
         False,
         False,
         True,
@@ -230,8 +232,8 @@ def test_versions_are_compared_by_minor():
 @pytest.fixture
 def newer(monkeypatch):
     """As if the installed transformers had not been run yet."""
-    monkeypatch.setattr(host_trial.transformers, "__version__", "5.99.0")
-    monkeypatch.setattr(host_trial, "_tried", {})
+    monkeypatch.setattr(transformers_trial.transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(transformers_trial, "_tried", {})
 
 
 @EVERY_HOST
@@ -239,7 +241,7 @@ def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
     head = next(iter(host.heads))
     torch.manual_seed(0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
-    assert host_trial._tried == {host.config_class.model_type: None}
+    assert transformers_trial._tried == {host.config_class.model_type: None}
     torch.manual_seed(0)
     again = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):

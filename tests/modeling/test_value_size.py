@@ -18,8 +18,8 @@ from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import cost_table
 from hf_attn_variants.inspection.counting import attention_parameters, kv_cache_bytes, kv_cache_bytes_per_token
+from hf_attn_variants.modeling.architectures.t5_family import T5FamilyAttentionMixin
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
-from hf_attn_variants.modeling.hosts.t5_family import T5FamilyAttentionMixin
 from hf_attn_variants.reference.talking_heads import attention_core
 
 pytestmark = pytest.mark.cross_product

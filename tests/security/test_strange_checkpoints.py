@@ -23,7 +23,7 @@ from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.input_files import is_unicode
 from hf_attn_variants.inspection.frontier import measure
-from hf_attn_variants.modeling.hosts.configuration_attn_variants import AttnVariantT5Config
+from hf_attn_variants.modeling.architectures.configuration_attn_variants import AttnVariantT5Config
 
 REPOSITORY = Path(__file__).parents[2]
 KEY = "encoder.layer.0.attention.self.key.weight"

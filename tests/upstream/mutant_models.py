@@ -119,7 +119,7 @@ def upstream_class(host: str, model: Model) -> type:
 
 def our_class(host: str, model: Model) -> type:
     """Return our class, made in the mutant."""
-    module = importlib.import_module(f"hf_attn_variants.modeling.hosts.modeling_attn_variant_{host}")
+    module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{host}")
     return getattr(module, f"AttnVariant{model.head}")
 
 

@@ -375,7 +375,7 @@ def new_config(
         raise ValueError(f"--{unknown[0]} is of encoder-decoders, or of cross-attention; {model_type} has none")
     if twice := [name for name in variant if name in overrides]:
         raise ValueError(f"`{twice[0]}` is given by --{twice[0]} and by --config_overrides: leave one out")
-    is_variant = variant or known.keys() & overrides.keys()
+    is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_names(overrides, default, variant_class)
     fields = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ...modeling.fields.field_table import FIELDS, Field
+from ...modeling.fields.field_texts import describe_field
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -71,7 +72,7 @@ def _with_fields(prefixes: tuple[str, ...]) -> Callable[[type[Class]], type[Clas
 
 def _flag(prefix: str, row: Field) -> Any:
     """Return the option of a field. Its default is None, because the configuration has the field's own default."""
-    text = row.described(prefix)
+    text = describe_field(prefix + row.name)
     if "_" not in text.split(":")[0]:  # the name of a pattern stays unchanged
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)

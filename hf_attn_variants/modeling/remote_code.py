@@ -1,0 +1,57 @@
+"""Writing this code into the folder of a model that is saved.
+
+The installed package builds the files that a model needs (`code_builder`). A repository copies its own files. Nothing
+else in `modeling/` reads or writes files.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .code_builder import build_code
+from .variant_names import CODE_DIGEST
+
+__all__ = ["CONFIGURATIONS", "code_files", "is_package_class", "write_code"]
+
+FOLDER = Path(__file__).parent
+CONFIGURATIONS = "configuration_attn_variants"
+
+
+def code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
+    """Return the files of a repository: {file name: text}.
+
+    Args:
+        config_class: the class of the configuration.
+        modeling_file: the name of the file with the models of the architecture.
+        mechanisms: the mechanisms of the model (`used_mechanisms`); None = all. A repository has only its own.
+    """
+    if not CODE_DIGEST:
+        names = [base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATIONS}")]
+        roots = ((CONFIGURATIONS, names[0]), (modeling_file, "*"))
+        return build_code(roots, None if mechanisms is None else frozenset(mechanisms))
+    files: dict[str, str] = {}
+    wanted = [CONFIGURATIONS, modeling_file]
+    while wanted:
+        name = f"{wanted.pop()}.py"
+        # If only the configuration was loaded from the Hub, the file with the models was not downloaded.
+        if name not in files and (FOLDER / name).exists():
+            files[name] = (FOLDER / name).read_bytes().decode()
+            wanted += re.findall(r"^ *from \.(\w+) import", files[name], re.MULTILINE)
+    return files
+
+
+def write_code(folder: str | Path, config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> None:
+    """Write the files of a repository into a folder; arguments as for `code_files`."""
+    for name, text in code_files(config_class, modeling_file, mechanisms).items():
+        (Path(folder) / name).write_bytes(text.encode())
+
+
+def is_package_class(cls: type) -> bool:
+    """Return whether a class is defined in the installed package.
+
+    Transformers copies the file of a class when it saves a model. It must not do that with a file of the package,
+    because `write_code` writes all of them.
+    """
+    package = __name__.rpartition(".")[0]
+    inside = cls.__module__.removeprefix(f"{package}.")
+    return inside != cls.__module__ and "." in inside
