@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..input_files import is_unicode
-from ..model_properties import limits_of_the_call
+from ..model_properties import ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -170,7 +170,7 @@ def _model_inputs(
         target = encoded["target_text"]["input_ids"].to(model.device)
     elif model.can_generate():
         options: dict[str, Any] = {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
-        with limits_of_the_call(model):
+        with ignore_saved_length_limits(model):
             target = model.generate(**inputs, **options, use_cache=can_cache(model.config))[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))

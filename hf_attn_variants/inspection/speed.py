@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..model_properties import limits_of_the_call
+from ..model_properties import ignore_saved_length_limits
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
@@ -96,7 +96,7 @@ def decoding_or_pass(
         # Each call gets a new output object, because a beam search writes its repeated states into it.
         inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
         first = FirstToken(str(model.device))
-        with limits_of_the_call(model):
+        with ignore_saved_length_limits(model):
             model.generate(**inputs, **options, stopping_criteria=[first])
         return first
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..instance_attributes import OfModule
+from ..instance_attributes import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -30,7 +30,7 @@ __all__ = ["EXPANSION", "SharedExpansion", "share_memory"]
 EXPANSION = "_expand_inputs_for_generation"
 
 
-class SharedExpansion(OfModule):
+class SharedExpansion(WeakModuleAttribute):
     """A replacement of the method `_expand_inputs_for_generation` of one model.
 
     Args:

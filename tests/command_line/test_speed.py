@@ -79,7 +79,7 @@ def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsy
     assert (table["break_even"]["exact"], table["break_even"]["multi_head"]) == (names[0], "MHA")
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]) == 0
     printed = capsys.readouterr().out
-    assert "latent" not in printed and "ms a further one" in printed
+    assert "latent" not in printed and "ms per further token" in printed
 
 
 @pytest.mark.parametrize(

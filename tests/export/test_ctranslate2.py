@@ -168,7 +168,7 @@ def test_languages_begin_what_is_written(kind, tmp_path):
     model = row.upstream_model(WRITERS[row.name], vocab_size=len(tokenizer) + 3)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     start = set_languages(tokenizer, model.config, source, target)
-    start.give(model)
+    start.apply_to(model)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     written = export_ctranslate2(tmp_path / "model", tmp_path / "ct2")

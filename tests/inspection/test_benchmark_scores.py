@@ -68,7 +68,7 @@ def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, c
     assert json.loads((tmp_path / "scores.json").read_text())["glue"][1]["average"]["mean"] == pytest.approx(0.9)
     printed = capsys.readouterr().out
     assert "15.0 ± 7.5" in printed and "(2 of 9)" in printed and "90.0 (1 of 9)" in printed
-    assert "Compare such an average with one of the same tasks." in " ".join(printed.split())
+    assert "Compare such averages only for the same tasks." in " ".join(printed.split())
 
 
 def test_the_averages_spread_is_over_the_seeds_that_all_tasks_share(write):
@@ -97,7 +97,7 @@ def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
         str(other): "its task is not a GLUE task",
         str(tmp_path / "empty"): "it has no all_results.json",
     }
-    assert f"left out: {part}: it was evaluated only on the first 5 rows" in " ".join(capsys.readouterr().out.split())
+    assert f"Left out: {part}: it was evaluated only on the first 5 rows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_score_that_is_not_defined_leaves_its_run_out(write, capsys):
     constant = write("one", "stsb", pearson=None, spearmanr=0.5)
     found = average(constant, write("two", "rte", accuracy=0.6))
     assert found["left_out"][str(constant)].startswith("eval_pearson is undefined")
-    assert list(found["glue"][0]["tasks"]) == ["rte"] and "left out: " in capsys.readouterr().out
+    assert list(found["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
 
 
 def test_a_run_whose_loss_is_no_number_is_left_out(write, capsys):

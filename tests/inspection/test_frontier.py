@@ -429,7 +429,7 @@ def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--held_out_target_file", "x"], "--held_out_target_file needs --held_out_file"),
+        (["--held_out_target_file", "x"], "--held_out_target_file requires --held_out_file"),
         (["--loss", "-1"], "--loss must be at least 0"),
         (["--kv_lora_rank", "33"], "from 1 to 32"),
         (["--held_out_size", "1"], "`held_out_size` must be at least 2"),
@@ -510,10 +510,10 @@ def test_audio_and_text_are_not_taken_for_each_other(whisper, t5, tmp_path, caps
     checkpoint, audio = whisper
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     for folder, flags, message in (
-        (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "reads audio. Pass --calibration_audio_dir"),
-        (t5, ["--calibration_audio_dir", str(audio)], "reads text. Pass --calibration_file"),
-        (t5, [], "--calibration_file (of a Whisper: --calibration_audio_dir) is needed"),
-        (checkpoint, ["--held_out_audio_dir", str(audio)], "is needed"),
+        (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "--calibration_audio_dir"),
+        (t5, ["--calibration_audio_dir", str(audio)], "--calibration_file"),
+        (t5, [], "--calibration_file"),
+        (checkpoint, ["--held_out_audio_dir", str(audio)], "required"),
     ):
         try:
             status = cli.main(["frontier", str(folder), *flags, "--output_dir", str(tmp_path / "out")])

@@ -102,7 +102,7 @@ def test_scores_are_written_before_the_test_split_is_predicted(run, tmp_path, mo
 
     predict = GlueEvaluator.predict_logits
     monkeypatch.setattr(GlueEvaluator, "predict_logits", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; no checkpoint is in .*out "):
+    with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C; no checkpoint is in .*out "):
         run("cola", "--max_train_steps", 1)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "all_results.json", "predictions_dev_CoLA.tsv"} <= written
@@ -333,8 +333,8 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
-        ("sst3", [], "unknown --task_name 'sst3'"),
-        ("ax", [], "ax is predicted after training on mnli"),
+        ("sst3", [], "got 'sst3'"),
+        ("ax", [], "ax are predicted after a training on mnli"),
         ("cola", ["--max_length", 65], "--max_length 65 is too long"),
         ("cola", ["--max_length", 2], "--max_length must be at least 3"),
         ("stsb", ["--max_length", 3], "--max_length must be at least 4"),
@@ -434,7 +434,7 @@ def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run,
     monkeypatch.setattr(TrainingLoop, "_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
         loading.setattr("hf_attn_variants.training.classification.task.load_tokenizer", at_start)
-        with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; nothing was changed$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C; nothing was changed$"):
             run(*flags)
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 

@@ -263,8 +263,8 @@ def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
     for flags, message in (
         (["--train_file", source, table], r"rows\.jsonl is a table and .*source\.txt is not"),
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl is a table and .*source\.txt is not"),
-        (["--train_file", source, *pair], "--text_columns is for tables"),
-        (["--train_file", table, *pair, "more"], "--text_columns takes one column or two, got 3"),
+        (["--train_file", source, *pair], "--text_columns is only for tables"),
+        (["--train_file", table, *pair, "more"], "--text_columns must name one or two columns, got 3"),
         (["--source_file", source], "--source_file is for a decoder that reads targets; this model reads"),
         ([], "--objective distill of this model needs --train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder, with_lengths
 from ...conversion.calibration.examples import heard, read_features
 from ...conversion.calibration_settings import Calibration
-from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...progress import progress_bar
 from ..sentence_similarity import mean_pooled
 
@@ -176,7 +176,7 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     held = HeldOutText(
         measure,
         [_batch(model, tokenizer, text, rows, measure) for rows in chunks],
-        gives_labels=answer_of(model) is Answer.LABELS,
+        gives_labels=logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
         held.source = list(_source_answers(model, held))
@@ -220,7 +220,7 @@ def _measure(model: PreTrainedModel) -> str:
         return "masked words"
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "next words"
-    if answer_of(model) is Answer.SCORES:
+    if logits_kind(model) is LogitsKind.SCORES:
         return "scores"
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
@@ -263,7 +263,7 @@ def _targets(
         encoded = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
         return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    with limits_of_the_call(model):
+    with ignore_saved_length_limits(model):
         generate: Any = model.generate
         ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.written_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
