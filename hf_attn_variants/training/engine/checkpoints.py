@@ -31,12 +31,12 @@ __all__ = [
     "FolderInUseError",
     "StopSignals",
     "TrainState",
+    "describe_last_checkpoint",
     "find_checkpoint",
-    "held_folder",
-    "last_good_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
     "load_weights",
+    "lock_folder",
     "save_best_weights",
     "save_checkpoint",
 ]
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A terminal sends Ctrl-C to every process, and a launcher passes it on: within so many seconds it is the same one.
-SAME_CTRL_C = 1.0
+CTRL_C_REPEAT_SECONDS = 1.0
 
 
 class StopSignals:
@@ -57,7 +57,7 @@ class StopSignals:
         self._process = os.getpid()
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Note them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
             yield
@@ -65,14 +65,14 @@ class StopSignals:
         # Who ignores Ctrl-C, or handles it, goes on doing so.
         numbers = [signal.SIGTERM]
         numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
-        before = {number: signal.signal(number, self._notice) for number in numbers}
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _notice(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a dataloader's worker, which its parent ends
             return
         if number == signal.SIGINT:
@@ -81,7 +81,7 @@ class StopSignals:
                 self._interrupted = now
                 if is_first_process():  # by `os`: what the handler interrupts may hold the lock of stderr
                     os.write(2, b"\nCtrl-C: ending the step and saving a checkpoint; again to stop at once\n")
-            elif now - self._interrupted > SAME_CTRL_C:
+            elif now - self._interrupted > CTRL_C_REPEAT_SECONDS:
                 raise KeyboardInterrupt
         self.number = number
 
@@ -96,7 +96,7 @@ class FolderInUseError(ValueError):
 
 
 @contextmanager
-def held_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool]:
+def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool]:
     """Hold an output folder for this process; the system lets go of it when the process ends, however it does.
 
     Args:
@@ -149,7 +149,12 @@ def held_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 # Parts of a fingerprint that checkpoints of earlier versions lack: their runs go on.
-LATER_PARTS = ("tags of the model", "hash of the held-out data", "hash of the held-out text", "held-out rows")
+OPTIONAL_FINGERPRINT_KEYS = (
+    "tags of the model",
+    "hash of the held-out data",
+    "hash of the held-out text",
+    "held-out rows",
+)
 
 
 @dataclass
@@ -182,7 +187,7 @@ class TrainState:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
-def _environment(accelerator: Accelerator) -> dict[str, Any]:
+def _describe_environment(accelerator: Accelerator) -> dict[str, Any]:
     """Return what decides in which order sums are rounded."""
     device = accelerator.device.type
     return {
@@ -197,16 +202,16 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     whole = [path for path in folders if (path / STATE_FILE).is_file()]
-    return sorted(whole, key=_step_of)
+    return sorted(whole, key=_get_step)
 
 
-def last_good_checkpoint(output_dir: str | Path) -> str:
+def describe_last_checkpoint(output_dir: str | Path) -> str:
     """Return the end of a failed write's message: which checkpoint to go on from; "" where there is none."""
     kept = list_checkpoints(output_dir)
     return f"; the last good checkpoint is {kept[-1]}" if kept else ""
 
 
-def _step_of(checkpoint: Path) -> int:
+def _get_step(checkpoint: Path) -> int:
     found: Any = NAME_PATTERN.fullmatch(checkpoint.name)  # it is one that was listed
     return int(found[1])
 
@@ -258,7 +263,7 @@ def save_checkpoint(
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
     accelerator.wait_for_everyone()
-    state.environment = _environment(accelerator)
+    state.environment = _describe_environment(accelerator)
     try:
         accelerator.save_state(str(temporary))
         accelerator.wait_for_everyone()
@@ -266,13 +271,13 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = f"{write_problem(error)}{last_good_checkpoint(output_dir)}"
+        reason = f"{write_problem(error)}{describe_last_checkpoint(output_dir)}"
         raise OSError(f"could not write checkpoint {target} {reason}") from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
-        others.sort(key=lambda path: _step_of(path) <= state.step)  # later ones first, each kind oldest first
+        others.sort(key=lambda path: _get_step(path) <= state.step)  # later ones first, each kind oldest first
         for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
-            _remove(old)
+            _remove_checkpoint(old)
     accelerator.wait_for_everyone()
     return target
 
@@ -281,17 +286,17 @@ def _finish_checkpoint(state: TrainState, output_dir: Path, temporary: Path, tar
     if (output_dir / LOG_FILE).is_file():
         shutil.copyfile(output_dir / LOG_FILE, temporary / LOG_FILE)
     if state.best_step is not None and (output_dir / BEST_MODEL_FILE).is_file():
-        _link(output_dir / BEST_MODEL_FILE, temporary / BEST_MODEL_FILE)
+        _link_or_copy(output_dir / BEST_MODEL_FILE, temporary / BEST_MODEL_FILE)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
         _flush(path)
     if target.exists():
-        _remove(target)
+        _remove_checkpoint(target)
     os.replace(temporary, target)
     _flush(output_dir)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
         # A new best model replaces the file, it does not write into it: the link keeps the old weights at no cost.
         os.link(source, target)
@@ -308,7 +313,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     # Renamed first, so that one half deleted is no checkpoint either.
     doomed = folder.with_name(f".tmp-removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -331,9 +336,9 @@ def load_checkpoint(
         state = TrainState(**load_json(path / STATE_FILE))
     except TypeError as error:
         raise ValueError(f"{path / STATE_FILE} is no state of a run: {error}") from error
-    if changed := _changes(state.fingerprint, fingerprint):
+    if changed := _describe_changes(state.fingerprint, fingerprint):
         raise ValueError(f"cannot resume exactly from {path}: {changed}; give the values it was saved with")
-    rounding = _changes(state.environment, _environment(accelerator))
+    rounding = _describe_changes(state.environment, _describe_environment(accelerator))
     if rounding and accelerator.is_main_process:
         logger.warning("resuming from %s to rounding, not bit by bit: %s", path, rounding)
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
@@ -363,13 +368,13 @@ def load_checkpoint(
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}): go on from an earlier checkpoint, or start over"
         ) from error
-    same_device = state.environment.get("device") == _environment(accelerator)["device"]
+    same_device = state.environment.get("device") == _describe_environment(accelerator)["device"]
     _check_random_state(random_states, accelerator.device if same_device else torch.device("cpu"))
     return state
 
 
-def _changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    saved = {key: now[key] for key in LATER_PARTS if key in now} | saved
+def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    saved = {key: now[key] for key in OPTIONAL_FINGERPRINT_KEYS if key in now} | saved
     return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
 
 
@@ -404,7 +409,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
             temporary.replace(path)
         except Exception as error:  # safetensors has its own error for a full disk
             temporary.unlink(missing_ok=True)
-            reason = f"{write_problem(error)}{last_good_checkpoint(output_dir)}"
+            reason = f"{write_problem(error)}{describe_last_checkpoint(output_dir)}"
             raise OSError(f"could not write the best weights to {output_dir} {reason}") from error
     accelerator.wait_for_everyone()
 

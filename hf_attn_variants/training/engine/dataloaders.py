@@ -24,9 +24,9 @@ __all__ = [
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
-    "in_rows_order",
     "prepare_eval_dataloader",
     "prepare_train_dataloader",
+    "restore_row_order",
 ]
 
 
@@ -118,7 +118,7 @@ def create_train_dataloader(
 
     `collate` must be a function of the examples alone: batches are prepared ahead of the step that uses them.
     """
-    return _data_loader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+    return _make_dataloader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
 
 def prepare_train_dataloader(
@@ -151,7 +151,7 @@ def create_stream_dataloader(
     and draw from the random state that dropout uses.
     """
     return prepare_data_loader(
-        _data_loader(stream, seed, num_workers, batch_size=None),
+        _make_dataloader(stream, seed, num_workers, batch_size=None),
         accelerator.device,
         num_processes=1,
         process_index=0,
@@ -165,7 +165,7 @@ def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
     """Make a dataloader in the data's own order, which leaves the global random state alone as well."""
-    return _data_loader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
+    return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
 def prepare_eval_dataloader(
@@ -177,7 +177,7 @@ def prepare_eval_dataloader(
 ) -> tuple[DataLoader, list[int]]:
     """Make a prepared dataloader of rows, longest first: little padding, and memory that is too small fails at once.
 
-    Return it and the numbers of the rows in its order, for `in_rows_order`.
+    Return it and the numbers of the rows in its order, for `restore_row_order`.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     data: Any = rows
@@ -187,14 +187,14 @@ def prepare_eval_dataloader(
     return accelerator.prepare(loader), order
 
 
-def in_rows_order(found: Tensor, order: Sequence[int]) -> np.ndarray:
+def restore_row_order(found: Tensor, order: Sequence[int]) -> np.ndarray:
     """Return what `prepare_eval_dataloader`'s rows gave, a first dimension of rows, in the rows' own order."""
     restored = np.empty(found.shape, dtype=found.numpy().dtype)
     restored[list(order)] = found.numpy()
     return restored
 
 
-def _data_loader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
+def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
     on_gpu = bool(PartialState._shared_state) and PartialState().device.type == "cuda"
     return DataLoader(
         data,

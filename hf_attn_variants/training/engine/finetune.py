@@ -18,20 +18,20 @@ from ...errors import NonFiniteLossError
 from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
-from .dataloaders import Rows, TrainingBatches, in_rows_order, prepare_train_dataloader
+from .dataloaders import Rows, TrainingBatches, prepare_train_dataloader, restore_row_order
 from .loop import TrainingLoop
 from .losses import Objective
-from .models import model_name
+from .models import get_model_name
 from .optimization import prepare_training
 from .outputs import progress_bar
 from .session import open_session, start_run
-from .settings import FineTuningSettings, LoopSettings, OutputSettings, total_training_steps
-from .tables import warn_of_other_length
+from .settings import FineTuningSettings, LoopSettings, OutputSettings, count_training_steps
+from .tables import warn_about_max_length
 
-__all__ = ["Evaluator", "FineTuningTask", "Scores", "fine_tune", "run_rows", "shown_metrics"]
+__all__ = ["Evaluator", "FineTuningTask", "MetricEvaluator", "fine_tune", "list_shown_metrics", "run_rows"]
 
 
-class Scores:
+class MetricEvaluator:
     """Computes dev metrics when called, and keeps them; what an `Evaluator` is made of.
 
     Args:
@@ -84,11 +84,11 @@ def run_rows(
         # Rows repeated to fill the last batch of each process are left out again.
         gathered.append([part.cpu() for part in accelerator.gather_for_metrics(outputs(batch))])
     parts = [torch.cat(each) for each in zip(*gathered, strict=True)]
-    _check_numbers(parts, name)
-    return [in_rows_order(part, order) for part in parts]
+    _check_finite(parts, name)
+    return [restore_row_order(part, order) for part in parts]
 
 
-def _check_numbers(parts: Sequence[Tensor], name: str) -> None:
+def _check_finite(parts: Sequence[Tensor], name: str) -> None:
     """Check that no row has an output that is NaN or infinite; minus infinity stands for none."""
     bad_parts = [part.isnan() | part.isposinf() for part in parts]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
@@ -147,7 +147,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        warn_of_other_length(settings)
+        warn_about_max_length(settings)
 
     @abstractmethod
     def load_model(self) -> PreTrainedModel:
@@ -171,7 +171,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def summary(self, results: dict[str, Any]) -> str:
         """Return what is printed at the end, up to the "N steps in ..." that follows it."""
-        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in shown_metrics(self, results)]
+        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in list_shown_metrics(self, results)]
         return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
     def lengths(self) -> Sequence[int]:
@@ -196,7 +196,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
     def total_steps(self, batches_per_epoch: int | None) -> int:
         """Return the optimiser steps of the run; an epoch of unknown length has None batches."""
         settings = self.settings
-        return total_training_steps(
+        return count_training_steps(
             batches_per_epoch,
             settings.gradient_accumulation_steps,
             settings.num_train_epochs,
@@ -220,7 +220,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: EvaluatorT) -> None:
         """Evaluate the weights that training ended with, unless that was done."""
-        if not loop.scores_are_current():
+        if not loop.has_current_scores():
             evaluator()
 
     def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
@@ -256,15 +256,15 @@ def fine_tune(task: type[FineTuningTask[SettingsT, Any]], settings: SettingsT) -
         NonFiniteLossError: if training diverged.
     """
     with open_session(settings) as accelerator:
-        return _run(task(settings, accelerator))
+        return _run_task(task(settings, accelerator))
 
 
-def shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
+def list_shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
     """Return the task's dev metrics that are drawn and printed."""
     return [name for name in task.shown_metrics if f"eval_{name}" in results]
 
 
-def _run(task: FineTuningTask) -> dict[str, Any]:
+def _run_task(task: FineTuningTask) -> dict[str, Any]:
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
     model: nn.Module = task.load_model()
@@ -304,22 +304,22 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
         results = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
         results |= {**task.dev_results(evaluator), "eval_runtime": round(evaluator.seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
-    _write(task, results, task.predictions(evaluator) if evaluator is not None else {})
+    _write_outputs(task, results, task.predictions(evaluator) if evaluator is not None else {})
     found, files = task.predict()  # whatever ends this, the dev scores are written
     results |= found
     if found or files:
-        _write(task, results, files)
+        _write_outputs(task, results, files)
     if accelerator.is_main_process:
         steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
         print(f"{task.summary(results)}{steps}")
     return results
 
 
-def _write(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
+def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
     if not task.accelerator.is_main_process:
         return
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
         atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
-    title = f"{task.name}: {model_name(task.settings)}"
-    outputs.write_results(task.settings, results, shown_metrics(task, results), title)
+    title = f"{task.name}: {get_model_name(task.settings)}"
+    outputs.write_results(task.settings, results, list_shown_metrics(task, results), title)

@@ -25,8 +25,8 @@ from .checkpoints import (
     STOP_SIGNALS,
     StopSignals,
     TrainState,
+    describe_last_checkpoint,
     find_checkpoint,
-    last_good_checkpoint,
     load_checkpoint,
     load_weights,
     save_best_weights,
@@ -36,7 +36,7 @@ from .losses import Objective
 from .outputs import RunLog, progress_bar, save_bad_batch
 from .settings import LoopSettings
 
-__all__ = ["TrainingCost", "TrainingLoop", "utilization"]
+__all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,13 @@ class TrainingCost:
     def __init__(self, model: nn.Module, head_of_items: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.stacks = _coefficients(model, config)
+        self.stacks = _compute_flops_per_token(model, config)
         # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
         # frozen head counts as if the gradient went through it.
-        self.passes = 2 + _trained_share(model, config)
-        self.head = sum(2 * each.weight.numel() for each in _head(model)) if head_of_items and self.stacks else 0
+        self.passes = 2 + _compute_trained_share(model, config)
+        self.head = (
+            sum(2 * each.weight.numel() for each in _find_head_layers(model)) if head_of_items and self.stacks else 0
+        )
         if self.head:
             stack = next(iter(self.stacks))  # a masked-LM model has one
             per_token, per_attended = self.stacks[stack]
@@ -69,7 +71,7 @@ class TrainingCost:
         It has "input_ids" or "attention_mask" [b, n], or [b, c, n] of c choices; and "labels" [b, t] of a decoder,
         negative at padding.
         """
-        lengths = _lengths(batch)
+        lengths = _count_tokens(batch)
         if not lengths:
             return 0, 0
         labels = batch.get("labels")
@@ -84,7 +86,7 @@ class TrainingCost:
         return tokens, round(self.passes * flops)
 
 
-def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
+def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
     from ...inspection.costs import variant_config
     from ...inspection.counting import flops_per_token
@@ -93,14 +95,14 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
         return {}
     try:
         with torch.device("meta"):
-            twin = _variant_class(model)(variant_config(config.to_dict()))
+            twin = _find_variant_class(model)(variant_config(config.to_dict()))
     except ValueError:
         return {}
     none, own, source = (flops_per_token(twin, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
     return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
 
 
-def _head(model: Any) -> list[nn.Linear]:
+def _find_head_layers(model: Any) -> list[nn.Linear]:
     """Return the linear maps behind the base model that read each token."""
     from ...inspection.counting import runs_once_a_sequence
 
@@ -109,16 +111,16 @@ def _head(model: Any) -> list[nn.Linear]:
     return [each for name, each in found if id(each) not in base and not runs_once_a_sequence(model, name)]
 
 
-def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
+def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
     """Return our class for a model of ours or of upstream's; raise ValueError where there is none."""
     # FSDP2 makes a class of this prefix for a model it shards.
     return variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
-def _trained_share(model: nn.Module, config: Any) -> float:
+def _compute_trained_share(model: nn.Module, config: Any) -> float:
     """Return the share of a pass through the model's matrices that goes through trained ones."""
     try:
-        module_runs = _variant_class(model).module_runs
+        module_runs = _find_variant_class(model).module_runs
     except ValueError:
         module_runs = AttnVariantModelMixin.module_runs
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -131,14 +133,16 @@ def _trained_share(model: nn.Module, config: Any) -> float:
     return trained / max(runs, 1)
 
 
-def _lengths(batch: dict[str, Tensor]) -> list[int]:
+def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1).flatten().tolist()
     ids = batch.get("input_ids")
     return [] if ids is None else [ids.shape[-1]] * len(ids)
 
 
-def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
+def compute_utilization(
+    accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None
+) -> dict[str, float]:
     """Return "train_tflops_per_second" of all processes and, with a device's peak, "train_mfu" and "peak_tflops".
 
     Return nothing where no FLOPs were counted.
@@ -255,10 +259,10 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            with self._signals.noticed():
+            with self._signals.watch():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
-                self._raise_if_signalled()
+                self._raise_if_signaled()
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
@@ -267,12 +271,12 @@ class TrainingLoop:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
-    def scores_are_current(self) -> bool:
+    def has_current_scores(self) -> bool:
         """Whether the last evaluation was of the weights that `run` ended with: the last ones, or the best."""
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
-    def _raise_if_signalled(self) -> None:
+    def _raise_if_signaled(self) -> None:
         # One process that was sent a signal ends them all; it may have come after the last step's exchange.
         came = [int(self._signals.number == number) for number in STOP_SIGNALS]
         came = self.accelerator.reduce(torch.tensor(came, device=self.accelerator.device), "sum").tolist()
@@ -293,7 +297,7 @@ class TrainingLoop:
         self.model.train()
         empty = True
         clock = time.perf_counter()
-        for group, is_last in _groups(loader, settings.gradient_accumulation_steps):
+        for group, is_last in _group_batches(loader, settings.gradient_accumulation_steps):
             empty = False
             self._step(group)
             state.batch_in_epoch += len(group)
@@ -380,7 +384,7 @@ class TrainingLoop:
             saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
                 f"the {bad} became {shown} at step {step}: training stopped; the step's batches {saved}"
-                f"{last_good_checkpoint(self.settings.output_dir)}. Try a lower --learning_rate, more warm-up or "
+                f"{describe_last_checkpoint(self.settings.output_dir)}. Try a lower --learning_rate, more warm-up or "
                 "--mixed_precision no"
             )
         self.state.loss_total += value
@@ -401,7 +405,7 @@ class TrainingLoop:
                 "lr": float(self._lr),  # Adafactor's own is a tensor
                 "epoch": round(self.epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
-                "tokens_per_second": _rate(
+                "tokens_per_second": _compute_rate(
                     state.tokens - state.window_tokens, state.train_seconds - state.window_begin
                 ),
             }
@@ -430,10 +434,10 @@ class TrainingLoop:
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
-            f"train_{unit}_per_second": _rate(state.examples, state.train_seconds),
+            f"train_{unit}_per_second": _compute_rate(state.examples, state.train_seconds),
             "train_tokens": state.tokens,
-            "train_tokens_per_second": _rate(state.tokens, state.train_seconds),
-            **utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
+            "train_tokens_per_second": _compute_rate(state.tokens, state.train_seconds),
+            **compute_utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
             "best_step": state.best_step,
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
@@ -442,15 +446,15 @@ class TrainingLoop:
         """Epochs trained, with the fraction of the current one where its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
-    def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
+    def _is_due(self, every: int | str | None, epoch_ended: bool) -> bool:
         return self.state.step % every == 0 if isinstance(every, int) else every == "epoch" and epoch_ended
 
     def _evaluation_is_due(self, epoch_ended: bool) -> bool:
         last = self.state.step >= self.settings.total_steps
-        return self.evaluate is not None and (self._due(self.settings.eval_steps or "epoch", epoch_ended) or last)
+        return self.evaluate is not None and (self._is_due(self.settings.eval_steps or "epoch", epoch_ended) or last)
 
     def _checkpoint_is_due(self, epoch_ended: bool) -> bool:
-        return self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
+        return self._is_due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
         settings, state = self.settings, self.state
@@ -499,11 +503,11 @@ class TrainingLoop:
         self._saved_step = self.state.step
 
 
-def _rate(amount: float, seconds: float) -> float | None:
+def _compute_rate(amount: float, seconds: float) -> float | None:
     return round(amount / seconds, 2) if seconds else None
 
 
-def _groups(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
+def _group_batches(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
     """Yields lists of `size` batches (the last may be shorter), each with whether it is the last."""
     iterator = iter(batches)
     group = list(itertools.islice(iterator, size))

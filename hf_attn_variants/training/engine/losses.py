@@ -12,11 +12,11 @@ from .dataloaders import IGNORED_LABEL
 __all__ = [
     "Objective",
     "Term",
-    "label_objective",
-    "label_sums",
-    "plain_logits",
-    "sums_by_example",
-    "target_logits",
+    "compute_label_sums",
+    "compute_logits",
+    "compute_target_logits",
+    "make_label_objective",
+    "sum_by_example",
     "token_cross_entropy",
 ]
 
@@ -42,7 +42,7 @@ class Objective:
     head_of_items: bool = False
 
 
-def label_objective(
+def make_label_objective(
     logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
 ) -> Objective:
     """Cross-entropy of a batch's "labels" [b, n], summed over those that are not -100.
@@ -64,7 +64,7 @@ def label_objective(
     return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
 
 
-def label_sums(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
     """Return of each example the sum of its labels' losses, how many are predicted right, and their number [b, 3].
 
     Args:
@@ -78,12 +78,12 @@ def label_sums(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)
 
 
-def plain_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return a model's logits on a batch, its labels left out: transformers would compute a loss with them."""
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
-def target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits [b, n, V] of a batch under teacher forcing."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
     return model(**inputs, use_cache=False).logits
@@ -93,9 +93,9 @@ def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
     """Cross-entropy of the labels that are not -100, in nats a token; logits [b, n, vocabulary], labels [b, n]."""
     chosen = labels >= 0
     losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
-    return sums_by_example(losses, chosen), chosen.sum(-1)
+    return sum_by_example(losses, chosen), chosen.sum(-1)
 
 
-def sums_by_example(values: Tensor, chosen: Tensor) -> Tensor:
+def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
     """Return the sums [b] of values, one a chosen item, over the items of each example; `chosen` is [b, n]."""
     return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)

@@ -31,8 +31,8 @@ from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import FORMER_NAMES, PREFIX, variant_config_class, variant_model_class
-from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, given_variant
-from .tokenizers import load_tokenizer, vocabulary_size
+from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
+from .tokenizers import get_vocabulary_size, load_tokenizer
 
 __all__ = [
     "LabelMap",
@@ -42,17 +42,17 @@ __all__ = [
     "check_trained_head",
     "enable_gradient_checkpointing",
     "freeze_unused",
+    "get_model_name",
+    "iterate_attentions",
     "load_classifier",
     "load_config",
     "load_model",
-    "load_model_and_rest",
+    "load_model_and_unexpected_keys",
     "load_or_make_config",
     "load_or_make_model",
     "load_seq2seq_config",
-    "model_name",
-    "named_attentions",
-    "new_config",
-    "read_overrides",
+    "make_new_config",
+    "parse_overrides",
     "resolve_architecture",
     "select_trainable",
     "set_dropout",
@@ -175,7 +175,7 @@ def load_classifier(
     if is_classifier and not replaced and sorted(map(case, had)) == sorted(map(case, names)):
         order = tuple([case(name) for name in names].index(case(name)) for name in had)
     elif is_classifier and not replaced and labels is not None and not _is_resumed(settings):
-        _warn_of_other_names(settings, had, names)
+        _warn_about_label_names(settings, had, names)
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     if model_class is AutoModelForSequenceClassification:
@@ -183,7 +183,7 @@ def load_classifier(
     return load_model(settings, config, model_class, ignore_mismatched_sizes=replaced), LabelMap(order)
 
 
-def _warn_of_other_names(settings: ModelSettings, had: Sequence[str], names: Sequence[str]) -> None:
+def _warn_about_label_names(settings: ModelSettings, had: Sequence[str], names: Sequence[str]) -> None:
     """Say that a classifier's labels are not called as the task's, unless they have no names but transformers' own."""
     if [*had] == [f"LABEL_{i}" for i in range(len(had))]:
         return
@@ -196,11 +196,11 @@ def _warn_of_other_names(settings: ModelSettings, had: Sequence[str], names: Seq
 def load_model(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], **options: Any
 ) -> PreTrainedModel:
-    """Load a checkpoint in float32; arguments and errors as for `load_model_and_rest`."""
-    return load_model_and_rest(settings, config, model_class, **options)[0]
+    """Load a checkpoint in float32; arguments and errors as for `load_model_and_unexpected_keys`."""
+    return load_model_and_unexpected_keys(settings, config, model_class, **options)[0]
 
 
-def load_model_and_rest(
+def load_model_and_unexpected_keys(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], needs_all: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a checkpoint in float32, with `options` of `from_pretrained`.
@@ -214,7 +214,7 @@ def load_model_and_rest(
         OSError: if the checkpoint cannot be read.
         ValueError: if it does not fit its config, the machine not `attn_implementation`, or it lacks weights.
     """
-    with _quiet_report(settings), reading_checkpoint(settings.source) as source:
+    with _silence_loading_report(settings), reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
@@ -254,7 +254,7 @@ def _is_resumed(settings: ModelSettings) -> bool:
 
 
 @contextmanager
-def _quiet_report(settings: ModelSettings) -> Iterator[None]:
+def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
     # Of a run that goes on, the training's checkpoint has every weight: what the model lacks is not new.
     log = logging.getLogger("transformers.modeling_utils")
     level = log.level
@@ -290,7 +290,7 @@ def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
     return found
 
 
-def model_name(settings: ModelSettings) -> str:
+def get_model_name(settings: ModelSettings) -> str:
     """Return what the model that a run begins with is called above its curves."""
     if settings.model_name_or_path is not None:
         return Path(settings.model_name_or_path).name
@@ -298,9 +298,9 @@ def model_name(settings: ModelSettings) -> str:
 
 
 # In `--config_overrides`, a comma before the next field or at the end.
-ITEM_END = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
+OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
 # As plain text these would be true in a condition.
-PYTHON_WORDS = ("True", "False", "None")
+PYTHON_CONSTANTS = ("True", "False", "None")
 
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -314,7 +314,7 @@ def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
         config = load_config(settings)
         return config, load_tokenizer(settings, config)
     tokenizer = load_tokenizer(settings, None)
-    return new_config(settings, tokenizer), tokenizer
+    return make_new_config(settings, tokenizer), tokenizer
 
 
 def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -322,10 +322,10 @@ def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
     if settings.model_name_or_path is not None:
         return load_or_make_config(settings)
     tokenizer = load_tokenizer(settings, None)
-    return new_config(settings, tokenizer, _seq2seq_tokens(settings, tokenizer)), tokenizer
+    return make_new_config(settings, tokenizer, _make_seq2seq_tokens(settings, tokenizer)), tokenizer
 
 
-def _seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Return the special tokens of an encoder-decoder's config: no [CLS] and [SEP], and what its decoder starts with.
 
     That is the end token, where the architecture's own checkpoints start so (BART), else padding (T5, Marian).
@@ -354,7 +354,7 @@ def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def new_config(
+def make_new_config(
     settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
@@ -369,7 +369,7 @@ def new_config(
     """
     model_type: Any = settings.model_type  # given, where there is no checkpoint
     variant_class = variant_config_class(model_type)
-    variant, overrides = given_variant(settings), read_overrides(settings.config_overrides or "")
+    variant, overrides = collect_variant_fields(settings), parse_overrides(settings.config_overrides or "")
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} is of encoder-decoders, or of cross-attention; {model_type} has none")
@@ -377,9 +377,9 @@ def new_config(
         raise ValueError(f"`{twice[0]}` is given by --{twice[0]} and by --config_overrides: leave one out")
     is_variant = variant or known.keys() & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
-    _check_names(overrides, default, variant_class)
+    _check_override_names(overrides, default, variant_class)
     fields = {
-        "vocab_size": vocabulary_size(tokenizer),
+        "vocab_size": get_vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
@@ -392,7 +392,7 @@ def new_config(
         raise
     except Exception as error:  # the configs' own checks have error classes of their own
         raise ValueError(f"--config_overrides {settings.config_overrides}: {' '.join(str(error).split())}") from error
-    if config.vocab_size < (size := vocabulary_size(tokenizer)):
+    if config.vocab_size < (size := get_vocabulary_size(tokenizer)):
         raise ValueError(
             f"--config_overrides vocab_size={config.vocab_size}: the tokenizer of {settings.tokenizer_name} has "
             f"{size} tokens, and each needs a row: leave vocab_size out, or give as many"
@@ -404,7 +404,7 @@ def new_config(
     return config
 
 
-def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
+def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
     """Raise ValueError for the name of an override that is no field of the configuration."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
@@ -416,7 +416,7 @@ def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_c
             raise ValueError(f"--config_overrides: {reason}")
 
 
-def read_overrides(text: str) -> dict[str, Any]:
+def parse_overrides(text: str) -> dict[str, Any]:
     """Return the fields of `--config_overrides` with their values.
 
     A value is JSON if it can be read as such, otherwise plain text without a comma.
@@ -429,20 +429,20 @@ def read_overrides(text: str) -> dict[str, Any]:
         ValueError: if an item is not FIELD=VALUE, a field is given twice, or a value is neither JSON nor plain text.
     """
     if text.lstrip().startswith("{"):
-        return _read_json("the text", text)
+        return _parse_json("the text", text)
     pairs = []
-    for item in filter(None, (item.strip(", \n\t") for item in ITEM_END.split(text))):
+    for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))
         if not name or not value:
             raise ValueError(f"--config_overrides: {item!r} is not FIELD=VALUE")
-        pairs.append((name, _override(name, value)))
-    return _once(pairs)
+        pairs.append((name, _parse_override(name, value)))
+    return _reject_duplicates(pairs)
 
 
-def _override(name: str, text: str) -> Any:
+def _parse_override(name: str, text: str) -> Any:
     if text[0] in '[{"':
-        return _read_json(f"the value of `{name}`", text)
-    if "," in text or text in PYTHON_WORDS:
+        return _parse_json(f"the value of `{name}`", text)
+    if "," in text or text in PYTHON_CONSTANTS:
         raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}")
     try:
         return json.loads(text)
@@ -450,14 +450,14 @@ def _override(name: str, text: str) -> Any:
         return text
 
 
-def _read_json(what: str, text: str) -> Any:
+def _parse_json(what: str, text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_reject_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(f"--config_overrides: {what} is not JSON, as it begins: {error}") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
@@ -472,13 +472,13 @@ def check_new_model(settings: NewModelSettings) -> None:
         OSError: if the tokenizer is not there.
         ValueError: if the tokenizer cannot be used, or there is no such model.
     """
-    config = new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"), _building(settings):
+    config = make_new_config(settings, load_tokenizer(settings, None))
+    with torch.device("meta"), _building_model(settings):
         AutoModel.from_config(config)
 
 
 @contextmanager
-def _building(settings: NewModelSettings) -> Iterator[None]:
+def _building_model(settings: NewModelSettings) -> Iterator[None]:
     """Raise ValueError for whatever a model's constructor raises about its configuration."""
     try:
         yield
@@ -493,18 +493,18 @@ def load_or_make_model(
     """Load the checkpoint, or make a new model with weights drawn at random, in float32.
 
     Raises:
-        OSError, ValueError: as for `load_model_and_rest`, or if the config describes no model.
+        OSError, ValueError: as for `load_model_and_unexpected_keys`, or if the config describes no model.
     """
     if settings.model_name_or_path is not None:
         return load_model(settings, config, auto_class, needs_all=needs_all)
-    with _building(settings):
+    with _building_model(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+def iterate_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Return each attention of a model, ours or upstream's, with its site and its path inside the base model.
 
     Raises:
@@ -520,7 +520,7 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
-        for site, path, module in named_attentions(model):
+        for site, path, module in iterate_attentions(model):
             latent = site.latent_map(model.base_model, path)  # one that all layers share is in none of them
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
@@ -536,7 +536,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
     names = {id(module): name for name, module in model.named_modules()}
     maps = []
-    for site, path, module in named_attentions(model):
+    for site, path, module in iterate_attentions(model):
         maps += [module.get_submodule(linear) for linear in site.projections.values()]
         latent = site.latent_map(model.base_model, path)
         maps += [] if latent is None else [latent]

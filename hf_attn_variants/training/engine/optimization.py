@@ -11,21 +11,21 @@ from transformers.optimization import AdafactorSchedule
 
 from ...modeling.mechanisms.kernels.kernel_table import learned_names
 from ...modeling.mechanisms.talking_heads import PROJECTIONS
-from .settings import OptimizationSettings, warmup_steps
+from .settings import OptimizationSettings, get_warmup_steps
 
 __all__ = [
     "create_optimizer",
     "create_scheduler",
-    "no_decay_names",
-    "parameter_groups",
+    "find_no_decay_parameters",
+    "list_sharded_layers",
+    "make_parameter_groups",
     "prepare_training",
-    "sharded_layer_names",
 ]
 
 NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *learned_names())
 
 
-def no_decay_names(model: nn.Module) -> set[str]:
+def find_no_decay_parameters(model: nn.Module) -> set[str]:
     """Return the names of parameters that must not decay: biases, norms, talking-heads projections.
 
     Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
@@ -40,9 +40,9 @@ def no_decay_names(model: nn.Module) -> set[str]:
     return names
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split a model's trainable parameters into those that decay and those that do not."""
-    exempt = no_decay_names(model)
+    exempt = find_no_decay_parameters(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for name, parameter in named if name not in exempt], "weight_decay": weight_decay},
@@ -52,18 +52,18 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`."""
+    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `make_parameter_groups`."""
     if settings.optim == "adafactor":
         relative = settings.adafactor_relative_step
         return Adafactor(
-            parameter_groups(model, settings.weight_decay),
+            make_parameter_groups(model, settings.weight_decay),
             lr=None if relative else settings.learning_rate,
             scale_parameter=settings.adafactor_scale_parameter,
             relative_step=relative,
             warmup_init=relative,
         )
     return torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay),
+        make_parameter_groups(model, settings.weight_decay),
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
@@ -83,7 +83,7 @@ def create_scheduler(
     """
     if settings.optim == "adafactor" and settings.adafactor_relative_step:
         return AdafactorSchedule(optimizer)
-    warmup = warmup_steps(settings, total_steps)
+    warmup = get_warmup_steps(settings, total_steps)
     # A run that only evaluates needs none, and a polynomial would divide by its steps.
     kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:
@@ -110,7 +110,7 @@ def prepare_training(
         _unite_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = sorted(sharded_layer_names(model))
+            plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layers(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
@@ -123,7 +123,7 @@ def _unite_tied_embeddings(model: Any) -> None:
                 setattr(parent, name, embeddings)
 
 
-def sharded_layer_names(model: Any) -> set[str]:
+def list_sharded_layers(model: Any) -> set[str]:
     """Return the classes of the layers that FSDP2 shards one by one, less those that hold the input embeddings.
 
     accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,

@@ -27,11 +27,11 @@ __all__ = [
     "FROM_0_BELOW_1",
     "WITH_BEST_WEIGHTS",
     "Settings",
-    "alternatives",
     "check_metric",
-    "fields_by_group",
+    "get_field_types",
+    "group_fields",
     "option",
-    "parse_json",
+    "parse_json_flag",
     "redefault",
 ]
 
@@ -45,7 +45,7 @@ BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
 A_NUMBER: Range = ("a number", math.isfinite)
 
 # The names of the types in messages.
-WORDS = {
+TYPE_NAMES = {
     str: "text",
     bool: "True or False",
     int: "a whole number",
@@ -77,7 +77,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def parse_json(text: str) -> Any:
+def parse_json_flag(text: str) -> Any:
     """Return the value of a flag's JSON.
 
     Raises:
@@ -92,7 +92,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-class _Change(NamedTuple):
+class _OptionChange(NamedTuple):
     default: Any
     owner: "type[Settings] | None"
     metadata: dict[str, Any]
@@ -106,7 +106,7 @@ def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, 
         owner: a class to take the field from, if the settings class does not inherit it.
         **changed: other arguments of `option`.
     """
-    return _Change(default, owner, changed)
+    return _OptionChange(default, owner, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         for name, change in vars(cls).copy().items():
-            if isinstance(change, _Change):
+            if isinstance(change, _OptionChange):
                 bases: Any = [change.owner] if change.owner else cls.__mro__[1:]
                 owner = next(each for each in bases if name in inspect.get_annotations(each))
                 old = owner.__dataclass_fields__[name]
@@ -127,7 +127,7 @@ class Settings:
     def __post_init__(self) -> None:
         types = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            value = _as_type(each.name, getattr(self, each.name), types[each.name])
+            value = _convert_type(each.name, getattr(self, each.name), types[each.name])
             object.__setattr__(self, each.name, value)  # as a command line would have given it
             if value is not None:
                 _check_value(each.name, value, **each.metadata)
@@ -151,7 +151,7 @@ class Settings:
         return {name: json.loads(json.dumps(getattr(self, name))) for name in shared}
 
 
-def alternatives(annotation: Any) -> list[Any]:
+def get_field_types(annotation: Any) -> list[Any]:
     """Return the types that a field may have, except None."""
     types = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
     return [each for each in types if each is not NoneType]
@@ -167,13 +167,13 @@ def _check_value(
             raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {chosen!r}")
 
 
-def _as_type(name: str, value: Any, annotation: Any) -> Any:
+def _convert_type(name: str, value: Any, annotation: Any) -> Any:
     """Return a value in the type of its field: a path as text, a list as a tuple, numpy's numbers as Python's.
 
     Raises:
         ValueError: if the value has another type.
     """
-    kinds = [get_origin(kind) or kind for kind in alternatives(annotation)]
+    kinds = [get_origin(kind) or kind for kind in get_field_types(annotation)]
     if type(value) in kinds or (value is None and NoneType in get_args(annotation)):
         return value
     if tuple in kinds and isinstance(value, list | str):
@@ -184,10 +184,10 @@ def _as_type(name: str, value: Any, annotation: Any) -> Any:
         return int(value)
     if float in kinds and isinstance(value, Real) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)
-    raise ValueError(f"--{name} must be {' or '.join(WORDS[kind] for kind in kinds)}, got {value!r}")
+    raise ValueError(f"--{name} must be {' or '.join(TYPE_NAMES[kind] for kind in kinds)}, got {value!r}")
 
 
-def fields_by_group(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
+def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
     """Yield each group's title and its fields, those of the settings class itself first.
 
     A field belongs to the last class in the order of inheritance that declares it, which is the most general one.

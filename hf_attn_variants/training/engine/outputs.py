@@ -38,7 +38,7 @@ from ...files import (
 )
 from ...model_folder import RESULTS, STAGE, replace_model
 from ...model_history import ModelHistory, write_history
-from .checkpoints import NAME_PATTERN, last_good_checkpoint
+from .checkpoints import NAME_PATTERN, describe_last_checkpoint
 from .options import Settings
 from .settings import TrainingSettings
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunLog",
-    "is_own_source",
-    "library_versions",
+    "get_library_versions",
+    "is_trained_in_place",
     "plot_curves",
     "progress_bar",
     "read_log",
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 # Arguments that are a folder or a Hub id.
-HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
+PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
@@ -85,19 +85,19 @@ class RunLog:
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(record)) + "\n")
+                file.write(json.dumps(_replace_non_finite(record)) + "\n")
         except OSError as error:
-            last = last_good_checkpoint(self.path.parent)
+            last = describe_last_checkpoint(self.path.parent)
             raise OSError(f"could not write {self.path} ({type(error).__name__}: {error}){last}") from error
         values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
         # trackio keeps "time" for its own.
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
         if self.bar is not None and not self.bar.disable:
-            _show(self.bar, record["step"], values)
+            _show_on_bar(self.bar, record["step"], values)
 
 
-def _show(bar: tqdm, step: int, values: dict[str, float]) -> None:
+def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
     # Dev scores stand above the bar: 80 columns have no room for both.
     if "loss" in values:
         bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
@@ -113,16 +113,16 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
     return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     # JSON has no NaN.
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def library_versions() -> dict[str, str]:
+def get_library_versions() -> dict[str, str]:
     """Return the versions of what a result depends on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}  # with its build, "+cu126" for example
     for name in ("hf-attn-variants", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
@@ -136,12 +136,12 @@ def library_versions() -> dict[str, str]:
 def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
     """Write `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
     arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
-    for name in HUB_IDS:
+    for name in PATH_OR_ID_SETTINGS:
         given = arguments.get(name)
         if given is not None and not Path(given).is_absolute() and Path(given).is_dir():
             arguments[name] = f"./{Path(given)}"  # "runs/bert" would read like a Hub id elsewhere
-    record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": library_versions()}
-    atomic_write(path, json.dumps(_finite(record), indent=2, default=str) + "\n")
+    record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": get_library_versions()}
+    atomic_write(path, json.dumps(_replace_non_finite(record), indent=2, default=str) + "\n")
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
@@ -149,10 +149,10 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
 
     What cannot be drawn is a warning; an OSError says that the file cannot be written.
     """
-    write_picture(Path(path), lambda: _curves(list(records), metrics, title), dpi=120)
+    write_picture(Path(path), lambda: _draw_curves(list(records), metrics, title), dpi=120)
 
 
-def _curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
+def _draw_curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -190,7 +190,7 @@ STALE_PATTERN = re.compile(
 )
 
 
-def is_own_source(settings: TrainingSettings) -> bool:
+def is_trained_in_place(settings: TrainingSettings) -> bool:
     """Say whether a run begins with the model that lies in its own output folder."""
     source = settings.model_name_or_path
     return source is not None and Path(source).expanduser().resolve() == Path(settings.output_dir).resolve()
@@ -235,7 +235,7 @@ def save_model(
         stage = folder / STAGE
         shutil.rmtree(stage, ignore_errors=True)
         try:
-            with _as_own_class(accelerator.unwrap_model(model)) as unwrapped:
+            with _restore_class(accelerator.unwrap_model(model)) as unwrapped:
                 unwrapped.save_pretrained(stage, state_dict=weights | (carried or {}))
             tokenizer.save_pretrained(stage)
             write_history(stage, history)
@@ -249,12 +249,12 @@ def save_model(
         except Exception as error:  # safetensors has its own error for a full disk
             shutil.rmtree(stage, ignore_errors=True)
             raise OSError(f"could not write the model to {folder} {write_problem(error)}") from error
-        replace_model(stage, folder, is_own_source(settings) or bool(settings.resume_from_checkpoint))
+        replace_model(stage, folder, is_trained_in_place(settings) or bool(settings.resume_from_checkpoint))
     accelerator.wait_for_everyone()
 
 
 @contextmanager
-def _as_own_class(model: Any) -> Iterator[Any]:
+def _restore_class(model: Any) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     # FSDP2 makes a class for a model it shards, and what would be saved as the model's code is torch's.

@@ -20,7 +20,7 @@ from ...files import make_folders, remove_empty_folders
 from ...model_history import ModelHistory, source_history
 from ...progress import no_progress_bars
 from . import outputs
-from .checkpoints import find_checkpoint, held_folder, list_checkpoints
+from .checkpoints import find_checkpoint, list_checkpoints, lock_folder
 from .settings import TrainingSettings
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
@@ -34,9 +34,9 @@ PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WO
 
 # Process groups are kept for good: freeing one waits for its threads. A DDP model in an error's traceback would free
 # it under the interpreter's lock, which a thread of gloo may need in order to end: a deadlock.
-_ended_groups: list[Any] = []
+_finished_process_groups: list[Any] = []
 # Accelerators of runs that reached `start_run`: what lies in the output folder from then on is theirs.
-_started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+_started_accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
@@ -76,18 +76,18 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             made = _make_output_dir(settings.output_dir)
-        held = held_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
+        held = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
         with held as was_in_use, no_progress_bars(settings.disable_tqdm):
             if was_in_use:
                 _check_output_dir(settings)
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
-        advice = _how_to_go_on(settings) if accelerator in _started else "nothing was changed"
+        advice = _describe_resuming(settings) if accelerator in _started_accelerators else "nothing was changed"
         raise type(stop)(f"{str(stop) or INTERRUPTED}; {advice}") from stop
     finally:
         remove_empty_folders(made)
         if accelerator.num_processes > 1:
-            _ended_groups.append(torch.distributed.group.WORLD)
+            _finished_process_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
         # A second call in this process may want another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -176,7 +176,7 @@ def _make_output_dir(output_dir: str) -> list[Path]:
     return made
 
 
-def _how_to_go_on(settings: TrainingSettings) -> str:
+def _describe_resuming(settings: TrainingSettings) -> str:
     kept = list_checkpoints(settings.output_dir)
     if not kept:
         return f"no checkpoint is in {settings.output_dir} (--checkpointing_steps saves some)"
@@ -212,12 +212,15 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    is_resumed, history = outputs.is_own_source(settings) and bool(settings.resume_from_checkpoint), ModelHistory()
+    is_resumed, history = (
+        outputs.is_trained_in_place(settings) and bool(settings.resume_from_checkpoint),
+        ModelHistory(),
+    )
     if accelerator.is_main_process:
         history = source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
-    _started.add(accelerator)
+    _started_accelerators.add(accelerator)
     if settings.overwrite_output_dir and accelerator.is_main_process:
         outputs.remove_earlier_run(settings.output_dir)
     accelerator.wait_for_everyone()

@@ -23,7 +23,7 @@ from .options import (
     WITH_BEST_WEIGHTS,
     Settings,
     option,
-    parse_json,
+    parse_json_flag,
     redefault,
 )
 
@@ -43,33 +43,33 @@ __all__ = [
     "TableSettings",
     "TrainingSettings",
     "VariantSettings",
-    "given_variant",
-    "greater_is_better",
-    "total_training_steps",
-    "warmup_steps",
+    "collect_variant_fields",
+    "count_training_steps",
+    "get_warmup_steps",
+    "is_greater_better",
 ]
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
 # The type of a setting for the kind of its field. A setting that is not given is None.
-TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
-Class = TypeVar("Class", bound=Settings)
+SETTING_TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
+SettingsClass = TypeVar("SettingsClass", bound=Settings)
 
 
-def _with_fields(prefixes: tuple[str, ...]) -> Callable[[type[Class]], type[Class]]:
+def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
     """Give a settings class an option for each field of the table that has one of the prefixes."""
 
-    def add_fields(settings: type[Class]) -> type[Class]:
+    def add_fields(settings: type[SettingsClass]) -> type[SettingsClass]:
         found = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
-        types = {prefix + row.name: TYPES.get(row.kind, row.kind | None) for prefix, row in found}
+        types = {prefix + row.name: SETTING_TYPES.get(row.kind, row.kind | None) for prefix, row in found}
         settings.__annotations__ = {**settings.__annotations__, **types}
         for prefix, row in found:
-            setattr(settings, prefix + row.name, _flag(prefix, row))
+            setattr(settings, prefix + row.name, _make_option(prefix, row))
         return dataclass(frozen=True, kw_only=True)(settings)
 
     return add_fields
 
 
-def _flag(prefix: str, row: Field) -> Any:
+def _make_option(prefix: str, row: Field) -> Any:
     """Return the option of a field. Its default is None, because the configuration has the field's own default."""
     text = row.described(prefix)
     if "_" not in text.split(":")[0]:  # the name of a pattern stays unchanged
@@ -78,26 +78,26 @@ def _flag(prefix: str, row: Field) -> Any:
     shown = "" if default in (None, (), False) else f" (default: {default})"
     flag: dict[str, Any] = {"choices": row.choices_of(prefix)} if row.choices_of(prefix) else {}
     if row.kind is dict:
-        flag |= {"metavar": "JSON", "type": parse_json}
+        flag |= {"metavar": "JSON", "type": parse_json_flag}
     if row.kind is list and prefix and row.inherits:
         flag |= {"nargs": "*"}
     return option(f"{text}{shown}.", None, resume=ALWAYS, **flag)
 
 
-def given_variant(settings: Any) -> dict[str, Any]:
+def collect_variant_fields(settings: Any) -> dict[str, Any]:
     """Return the fields of the table that the settings give, as a dictionary."""
     values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
     return {name: value for name, value in values.items() if value is not None}
 
 
-@_with_fields(("",))
+@_add_variant_fields(("",))
 class VariantSettings(Settings):
     """The fields of every new model."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
-@_with_fields(("encoder_", "cross_"))
+@_add_variant_fields(("encoder_", "cross_"))
 class EncoderDecoderVariantSettings(Settings):
     """The fields of an encoder-decoder's encoder and cross-attention."""
 
@@ -163,7 +163,7 @@ class NewModelSettings(VariantSettings, ModelSettings):
                 )
             return
         own = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
-        if given := [*own, *given_variant(self)]:
+        if given := [*own, *collect_variant_fields(self)]:
             raise ValueError(
                 f"--{given[0]} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has its "
                 "own (`attn-variants convert` makes variants of it)"
@@ -233,7 +233,7 @@ SCHEDULES = (
 )
 
 
-def _steps_or_epoch(text: str) -> int | str:
+def _parse_steps_or_epoch(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
@@ -285,7 +285,7 @@ class OptimizationSettings(Settings):
         {},
         resume=ALWAYS,
         metavar="JSON",
-        type=parse_json,
+        type=parse_json_flag,
     )
     num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
     warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
@@ -368,7 +368,7 @@ class OutputSettings(Settings):
         range=ABOVE_0,
     )
     checkpointing_steps: int | str | None = option(
-        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_steps_or_epoch
+        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_parse_steps_or_epoch
     )
     save_total_limit: int | None = option(
         "Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
@@ -439,7 +439,7 @@ class FineTuningSettings(TrainingSettings, RowSettings):
     max_length: int = redefault()  # a dataclass takes that of its first base otherwise
 
 
-def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
+def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
 
     Raises:
@@ -463,7 +463,7 @@ FALLING_METRICS = re.compile(
 )
 
 
-def greater_is_better(metric: str) -> bool:
+def is_greater_better(metric: str) -> bool:
     """Return whether a dev metric, named without "eval_", is to be raised."""
     return FALLING_METRICS.fullmatch(metric) is None
 
@@ -528,13 +528,13 @@ class LoopSettings:
         own = {
             "total_steps": total_steps,
             "metric_for_best_model": metric,
-            "greater_is_better": greater_is_better(metric) if rises is None else rises,
+            "greater_is_better": is_greater_better(metric) if rises is None else rises,
             "keep_best": keep_best,
             "fingerprint": {
                 **fingerprint,
                 **(dev_fingerprint if keep_best else {}),
                 **settings.resume_values(with_best_weights=keep_best),
-                "warm-up steps": warmup_steps(settings, total_steps),
+                "warm-up steps": get_warmup_steps(settings, total_steps),
             },
             **others,
         }
@@ -542,7 +542,7 @@ class LoopSettings:
         return cls(**{name: getattr(settings, name) for name in names}, **own)
 
 
-def total_training_steps(
+def count_training_steps(
     batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
 ) -> int:
     """Return the optimiser steps of a run.
@@ -565,7 +565,7 @@ def total_training_steps(
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
-NEEDS_DEV = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+DEV_SETTINGS = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +607,6 @@ class TableSettings(FineTuningSettings):
 
     def check_dev(self, is_there: bool) -> None:
         """Raise ValueError where a setting asks for dev rows that are not there."""
-        for name in NEEDS_DEV if not is_there else ():
+        for name in DEV_SETTINGS if not is_there else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"--{name} needs dev rows: --validation_file, or a dev split of --dataset_name")

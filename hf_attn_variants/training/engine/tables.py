@@ -16,28 +16,28 @@ from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_colu
 from .settings import FineTuningSettings, TableSettings
 
 __all__ = [
-    "UNKNOWN",
-    "Record",
-    "Source",
-    "absent_column",
-    "check_column",
-    "folder_files",
+    "UNKNOWN_LABELS",
+    "SplitRows",
+    "TableRow",
+    "apply_recorded_columns",
+    "find_absent_recorded_column",
+    "find_split_files",
+    "get_label_name",
+    "get_text",
     "load_splits",
-    "named_label",
-    "read_sources",
-    "text_of",
-    "uneven_column",
-    "warn_of_other_length",
-    "with_recorded_columns",
+    "make_uneven_column_error",
+    "read_splits",
+    "resolve_label_column",
+    "warn_about_max_length",
 ]
 
 logger = logging.getLogger(__name__)
 
 # Entries of a builder's configuration that do not say how a file is read.
-NAMES = {"name", "version", "data_dir", "data_files", "description"}
+IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
 
-def folder_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
+def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
     """Return the paths of each split's files if `--dataset_name` is a folder of files that this package reads.
 
     `datasets` reads CSV by the guesses of pandas: "None" becomes a missing value, "01" the number 1. The readers of
@@ -60,7 +60,7 @@ def folder_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dic
             files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
     except Exception:  # whoever loads the folder reports the error
         return None
-    changed = {name for name in defaults.keys() - NAMES if options[name] != defaults[name]}
+    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
         return None
     paths = [Path(path) for each in files.values() for path in each]
@@ -87,17 +87,17 @@ def load_splits(settings: Any) -> Any:
 
 SPLITS = ("train", "validation", "test")
 # What the Hub has as a label that is not public.
-UNKNOWN = {"-1", "-1.0"}
+UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 @dataclass
-class Record:
+class TableRow:
     """A row as it came.
 
     Attributes:
         file: or `datasets` source.
         number: in that, from 1.
-        place, values, names_place, line: see `table_files.Record`.
+        place, values, names_place, line: see `table_files.TableRow`.
     """
 
     file: str
@@ -108,12 +108,12 @@ class Record:
     line: int | None = None
 
 
-class Source:
+class SplitRows:
     """The rows of a split, one after the other, and what its features say of its labels."""
 
-    def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
+    def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records: Iterator[Record] = itertools.chain([self.first], records)
+        self.records: Iterator[TableRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
@@ -123,51 +123,51 @@ class Source:
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
-def read_sources(settings: TableSettings) -> dict[str, Source]:
+def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
     """Return those splits that there are of "train", "validation" and "test", and that the run reads.
 
     Raises:
         OSError: if a file or the Hub's dataset cannot be read.
         ValueError: if a file is no table, or there is no row.
     """
-    sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
+    sources = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
     if not sources:
         raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
     return sources
 
 
-def _file_sources(settings: TableSettings) -> dict[str, Source]:
-    paths = {name: getattr(settings, f"{name}_file") for name in _wanted(settings)}
-    return {name: Source(_file_records(each)) for name, each in paths.items() if each}
+def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    paths = {name: getattr(settings, f"{name}_file") for name in _list_read_splits(settings)}
+    return {name: SplitRows(_read_file_rows(each)) for name, each in paths.items() if each}
 
 
-def _wanted(settings: TableSettings) -> list[str]:
+def _list_read_splits(settings: TableSettings) -> list[str]:
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
 
 
-def _file_records(paths: Sequence[str]) -> Iterator[Record]:
+def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
     for path in paths:
         number = 0
         for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
-            yield Record(path, number, place, values, names_place, line)
+            yield TableRow(path, number, place, values, names_place, line)
         if not number:
             raise ValueError(f"{path} is empty: it has no row")
 
 
-def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
-    files = folder_files(settings)
+def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    files = find_split_files(settings)
     found: Any = load_splits(settings) if files is None else files
     sources = {}
-    for name in _wanted(settings):
+    for name in _list_read_splits(settings):
         given = getattr(settings, f"{name}_split_name")
         split = given or name
         if files is not None and split in files:
-            sources[name] = Source(_file_records(files[split]))
+            sources[name] = SplitRows(_read_file_rows(files[split]))
         elif files is None and split in found and len(found[split]):
             file = f"{settings.dataset_name} ({split})"
-            records = (Record(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
-            sources[name] = Source(records, found[split].features)
+            records = (TableRow(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
+            sources[name] = SplitRows(records, found[split].features)
         elif given is not None:
             raise ValueError(
                 f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
@@ -182,7 +182,7 @@ def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
     return sources
 
 
-def check_column(name: str, source: Source, column: str | None, flag: str) -> str | None:
+def resolve_label_column(name: str, source: SplitRows, column: str | None, flag: str) -> str | None:
     """Return the column of a split's labels; None of a test split without it.
 
     Raises:
@@ -192,36 +192,36 @@ def check_column(name: str, source: Source, column: str | None, flag: str) -> st
     if column is None:
         return None
     if has_column(source.first.values, column):
-        source.records = _with(column, flag, source.records)
+        source.records = _require_column(column, flag, source.records)
         return column
     if name != "test":
         raise missing_column(source.first.names_place, source.first.values, column, flag)
-    source.records = _without(column, source.first, source.records)
+    source.records = _forbid_column(column, source.first, source.records)
     return None
 
 
-def _with(column: str, flag: str, records: Iterator[Record]) -> Iterator[Record]:
+def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
             raise missing_column(record.names_place, record.values, column, flag)
         yield record
 
 
-def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:
+def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
     for record in records:
         if has_column(record.values, column):
-            raise uneven_column(column, first, record)
+            raise make_uneven_column_error(column, first, record)
         yield record
 
 
-def uneven_column(column: str, first: Record, record: Record) -> ValueError:
+def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
     """Return the error of a column that the first row lacks and a later one has."""
     return ValueError(
         f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all rows, or to none"
     )
 
 
-def text_of(record: Record, column: str, flag: str) -> str:
+def get_text(record: TableRow, column: str, flag: str) -> str:
     """Return a row's text in a column.
 
     Raises:
@@ -236,10 +236,10 @@ def text_of(record: Record, column: str, flag: str) -> str:
     raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with {flag}")
 
 
-def named_label(value: Any, names: Sequence[str]) -> Any:
+def get_label_name(value: Any, names: Sequence[str]) -> Any:
     """Return the name of a label that is a number of names, of a list those of its items; None for other numbers."""
     if isinstance(value, list):
-        return [named_label(each, names) for each in value]
+        return [get_label_name(each, names) for each in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
@@ -248,7 +248,7 @@ UNREADABLE = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
-def with_recorded_columns(
+def apply_recorded_columns(
     settings: SettingsT,
     first: dict[str, Any] | None,
     columns: Mapping[str, Sequence[str]],
@@ -264,62 +264,62 @@ def with_recorded_columns(
         columns: the settings that name columns; with each, the settings that say how that column is read.
         others: settings that are taken whatever the columns are.
     """
-    if (path := _results_of(settings)) is None:
+    if (path := _find_results(settings)) is None:
         return settings
     try:
-        recorded = _recorded(path)
+        recorded = _load_recorded(path)
     except UNREADABLE as error:
         logger.warning("%s does not say which columns were trained on (%s)", path, error)
         return settings
-    given = {name for setting in columns for name in _names(getattr(settings, setting))}
+    given = {name for setting in columns for name in _list_names(getattr(settings, setting))}
     taken: dict[str, Any] = {}
     for setting, ways in columns.items():
-        names = _names(recorded.get(setting))
+        names = _list_names(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
         if getattr(settings, setting) is None and given.isdisjoint(names):
             taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
-        elif _names(getattr(settings, setting)) != names:
+        elif _list_names(getattr(settings, setting)) != names:
             continue
         for way in ways:
             if getattr(settings, way) is None and recorded.get(way) is not None:
                 taken[way] = recorded[way]
     taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if taken:
-        shown = " ".join(f"--{name} {_shown(value)}" for name, value in taken.items())
+        shown = " ".join(f"--{name} {_format_value(value)}" for name, value in taken.items())
         logger.info("as in %s: %s", path, shown)
     return replace(settings, **taken)
 
 
-def absent_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
+def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
     """Return the column that a model was trained with, where the run names none and a row lacks it; else None.
 
     Another column that is called as such columns often are would be something else.
 
     Args:
-        settings: those of a run, before `with_recorded_columns`.
+        settings: those of a run, before `apply_recorded_columns`.
         first: the row, by column.
         setting: the setting that names the column.
     """
-    if getattr(settings, setting) is not None or (path := _results_of(settings)) is None:
+    if getattr(settings, setting) is not None or (path := _find_results(settings)) is None:
         return None
     try:
-        column = _recorded(path).get(setting)
+        column = _load_recorded(path).get(setting)
     except UNREADABLE:
         return None
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(repr, _names(value))) if isinstance(value, str | tuple | list) else str(value)
+def _format_value(value: Any) -> str:
+    return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
-def warn_of_other_length(settings: FineTuningSettings) -> None:
+def warn_about_max_length(settings: FineTuningSettings) -> None:
     """Warn where a run that only evaluates cuts texts at another length than the model's training did."""
-    if (path := _results_of(settings)) is None:
+    if (path := _find_results(settings)) is None:
         return
     try:
-        length = _recorded(path).get("max_length", settings.max_length)
+        length = _load_recorded(path).get("max_length", settings.max_length)
     except UNREADABLE:
         return
     if length != settings.max_length:
@@ -327,16 +327,16 @@ def warn_of_other_length(settings: FineTuningSettings) -> None:
         logger.warning(message, settings.max_length, length, path)
 
 
-def _results_of(settings: FineTuningSettings) -> Path | None:
+def _find_results(settings: FineTuningSettings) -> Path | None:
     """Return the results of the training of a model that is only evaluated, if they are there."""
     path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
     return path if path is not None and path.is_file() else None
 
 
-def _recorded(path: Path) -> dict[str, Any]:
+def _load_recorded(path: Path) -> dict[str, Any]:
     results = load_json(path)
     return {**(results.get("arguments") or {}), **results}
 
 
-def _names(value: Any) -> list[str]:
+def _list_names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())

@@ -12,30 +12,30 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .dataloaders import IGNORED_LABEL
-from .tokenizers import vocabulary_size
+from .tokenizers import get_vocabulary_size
 
 __all__ = [
     "Collator",
     "MaskedLMPreparation",
     "TextRows",
+    "find_word_starts",
     "hash_texts",
-    "masked_text_collator",
-    "pair_collator",
-    "text_collator",
-    "word_starts",
+    "make_masked_text_collator",
+    "make_pair_collator",
+    "make_text_collator",
 ]
 
 # Of the chosen tokens, this share becomes the mask token, and a share up to the next bound a random token (BERT).
 MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
 # What random numbers are for: with the seed and a block's place they seed a generator. 0 and 1 are the text stream's,
 # 4 is span corruption's.
-MASKS, PAIRS = 2, 5
+MASKING_KEY, PAIRING_KEY = 2, 5
 # Of the pairs, this share is changed: its second segment is of other text (nsp), or both change places (sop).
 CHANGED_SHARE = 0.5
 UNCHANGED, CHANGED = 0, 1
 
 
-def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return of each token whether it begins a word: a bool array [V].
 
     WordPiece marks the others ("##"), SentencePiece ("▁") and byte-level BPE ("Ġ") those that do; under the latter two
@@ -44,7 +44,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Raises:
         ValueError: if the vocabulary marks neither.
     """
-    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
+    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(get_vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
         return np.array([not token.startswith("##") for token in tokens])
     for mark in ("▁", "Ġ"):
@@ -87,8 +87,8 @@ class MaskedLMPreparation:
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task
         self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
-        self.starts = word_starts(tokenizer) if whole_words else None
-        self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
+        self.starts = find_word_starts(tokenizer) if whole_words else None
+        self.special = np.zeros(get_vocabulary_size(tokenizer), dtype=bool)
         # Not `all_special_ids`: some tokenizers count punctuation among them.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
@@ -117,7 +117,7 @@ class MaskedLMPreparation:
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         used = 1 + sum(len(segment) + 1 for segment in segments)
         ids[:used] = [self.cls_id, *(token for segment in segments for token in (*segment, self.sep_id))]
-        masked, labels = self.mask(ids, np.random.default_rng((self.seed, MASKS, *key)))
+        masked, labels = self.mask(ids, np.random.default_rng((self.seed, MASKING_KEY, *key)))
         place = np.arange(self.length)
         example = {"input_ids": masked, "attention_mask": (place < used).astype(np.int64), "labels": labels}
         if sentence_label is not None:
@@ -129,7 +129,7 @@ class MaskedLMPreparation:
     def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
-        generator = np.random.default_rng((self.seed, PAIRS, *key))
+        generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
         cut = generator.integers(1, len(block))
         first, second = block[:cut], block[cut:]
         if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
@@ -198,16 +198,18 @@ def hash_texts(texts: list[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None) -> Collator:
+def make_text_collator(
+    tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None
+) -> Collator:
     """Make the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        return _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
     return collate
 
 
-def masked_text_collator(
+def make_masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
     """Make the function from rows to a batch of masked language modelling, with "labels" [b, n].
@@ -221,7 +223,7 @@ def masked_text_collator(
     prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        batch = _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
         masked = [
             prepare.mask(ids, np.random.default_rng((seed, *key)))
             for ids, (_, key) in zip(batch["input_ids"].numpy(), rows, strict=True)
@@ -232,7 +234,7 @@ def masked_text_collator(
     return collate
 
 
-def pair_collator(
+def make_pair_collator(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     pad_to_multiple_of: int | None,
@@ -248,8 +250,8 @@ def pair_collator(
 
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
         sources, targets = zip(*(pair for pair, _ in rows), strict=True)
-        batch = _encode(tokenizer, [source_prefix + source for source in sources], max_length, pad_to_multiple_of)
-        right = _encode(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
+        batch = _tokenize(tokenizer, [source_prefix + source for source in sources], max_length, pad_to_multiple_of)
+        right = _tokenize(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
         ids = right["input_ids"]
         shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start_token_id), ids[:, :-1]], dim=1)
         labels = ids.masked_fill(right["attention_mask"] == 0, IGNORED_LABEL)
@@ -258,7 +260,7 @@ def pair_collator(
     return collate
 
 
-def _encode(
+def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Row],
     max_length: int,

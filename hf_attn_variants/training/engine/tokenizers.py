@@ -11,13 +11,13 @@ from ...registration import longest_input
 from .settings import ModelSettings
 
 __all__ = [
+    "append_end_tokens",
     "check_max_length",
-    "close_texts",
     "encode_words",
     "fit_token_types",
+    "get_vocabulary_size",
     "load_tokenizer",
-    "vocabulary_size",
-    "warn_of_cuts",
+    "warn_about_truncation",
 ]
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def load_tokenizer(
     check_learned_tokens(tokenizer, source, advice)
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
-    if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:
+    if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
         raise ValueError(
             f"the tokenizer of {source} has {size} tokens and the model only {config.vocab_size}; "
             "give its own with --tokenizer_name"
@@ -66,7 +66,7 @@ def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     return any(part.get("type") == "ByteLevel" and not part["add_prefix_space"] for part in parts)
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
@@ -87,7 +87,7 @@ def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     return True
 
 
-def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
     """Let a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
 
     That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
@@ -164,7 +164,7 @@ def check_max_length(
         )
 
 
-def warn_of_cuts(
+def warn_about_truncation(
     tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
 ) -> int:
     """Say how many of a split's first 10,000 rows have more tokens than they may; return their number.
