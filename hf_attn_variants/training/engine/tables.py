@@ -1,4 +1,4 @@
-"""Rows of a run's splits, read from tables or a `datasets` source, and the columns that a finished model recorded."""
+"""The rows of the splits of a run, from tables or a `datasets` source, and the columns that a model was trained on."""
 
 import itertools
 import logging
@@ -33,22 +33,22 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Entries of a builder's configuration that do not say how a file is read.
+# Fields of a builder's configuration that do not affect how a file is read.
 IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
 
 def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
-    """Return the paths of each split's files if `--dataset_name` is a folder of files that this package reads.
+    """Return the files of each split if `--dataset_name` is a folder of files that this package can read.
 
-    `datasets` reads CSV by the guesses of pandas: "None" becomes a missing value, "01" the number 1. The readers of
-    `--train_file` keep every cell as it is written. `datasets` only finds which file belongs to which split.
+    `datasets` reads CSV with pandas, which changes cells: "None" becomes a missing value and "01" the number 1. The
+    readers of `--train_file` keep every cell unchanged. Therefore, `datasets` only assigns the files to splits here.
 
     Args:
-        settings: with `dataset_name` and `dataset_config_name`.
-        suffixes: the kinds of files to read, plain or .gz.
+        settings: Settings with `dataset_name` and `dataset_config_name`.
+        suffixes: The file types to read, with or without .gz.
 
     Returns:
-        The paths by split; None for another source, or if the folder's README.md says how its files are read.
+        The paths by split. None for another source, or if the README.md of the folder defines how files are read.
     """
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
@@ -58,46 +58,50 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
             builder = load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
             options, defaults = vars(builder.config), vars(type(builder.config)())
             files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
-    except Exception:  # whoever loads the folder reports the error
+    except Exception:  # the code that loads the folder later reports the error
         return None
     changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
         return None
-    paths = [Path(path) for each in files.values() for path in each]
-    is_ours = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
-    return files if paths and is_ours else None
+    paths = [Path(path) for split_files in files.values() for path in split_files]
+    is_readable = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
+    return files if paths and is_readable else None
 
 
 def load_splits(settings: Any) -> Any:
-    """Return the splits of `--dataset_name`, by their names.
+    """Load the splits of `--dataset_name` with `datasets`.
 
     Args:
-        settings: with `dataset_name` and `dataset_config_name`.
+        settings: Settings with `dataset_name` and `dataset_config_name`.
+
+    Returns:
+        The splits, with their names as keys.
 
     Raises:
-        OSError: if it cannot be loaded.
+        OSError: If the source cannot be loaded.
     """
     try:
         return load_dataset(settings.dataset_name, settings.dataset_config_name)
-    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+    except Exception as error:  # `datasets` and the Hub raise many types of errors
         raise OSError(
-            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
+            f"--dataset_name {settings.dataset_name} cannot be loaded ({type(error).__name__}: {error}). Use files "
+            "instead."
         ) from error
 
 
 SPLITS = ("train", "validation", "test")
-# What the Hub has as a label that is not public.
+# Labels that stand for unpublished labels in data sets of the Hub.
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 @dataclass
 class TableRow:
-    """A row as it came.
+    """A row of a table or of a `datasets` source, without changes.
 
     Attributes:
-        file: or `datasets` source.
-        number: in that, from 1.
-        place, values, names_place, line: see `table_files.TableRow`.
+        file: The file or the name of the source.
+        number: The number of the row in it, from 1.
+        place, values, names_place, line: As in `text_files.Record`.
     """
 
     file: str
@@ -109,7 +113,16 @@ class TableRow:
 
 
 class SplitRows:
-    """The rows of a split, one after the other, and what its features say of its labels."""
+    """The rows of a split in order, and the features with the names of its labels.
+
+    Args:
+        records: The rows, at least one.
+        features: The features of a `datasets` source by column.
+
+    Attributes:
+        first: The first row.
+        records: An iterator over all rows.
+    """
 
     def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
         self.first = next(records)
@@ -117,77 +130,87 @@ class SplitRows:
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
-        """Return the names of labels that are numbers of names."""
+        """Return the names of the classes if the labels of a column are class numbers, otherwise None."""
         feature = self.features.get(label_column or "")
-        feature = getattr(feature, "feature", feature)  # of a list
+        feature = getattr(feature, "feature", feature)  # the feature of the items, if the labels are lists
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
 def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Return those splits that there are of "train", "validation" and "test", and that the run reads.
+    """Read the splits "train", "validation" and "test" that exist and that the run uses.
 
     Raises:
-        OSError: if a file or the Hub's dataset cannot be read.
-        ValueError: if a file is no table, or there is no row.
+        OSError: If a file or the data set cannot be read.
+        ValueError: If a file is not a table, or there are no rows.
     """
-    sources = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
-    if not sources:
-        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
-    return sources
+    splits = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
+    if not splits:
+        raise ValueError("There are no rows to read. Give dev rows, or give test rows and remove --skip_predict.")
+    return splits
 
 
 def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    """Read the splits of the table files."""
     paths = {name: getattr(settings, f"{name}_file") for name in _list_read_splits(settings)}
-    return {name: SplitRows(_read_file_rows(each)) for name, each in paths.items() if each}
+    return {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
 
 
 def _list_read_splits(settings: TableSettings) -> list[str]:
+    """Return the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
 
 
 def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
+    """Yield the rows of table files."""
     for path in paths:
         number = 0
         for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
             yield TableRow(path, number, place, values, names_place, line)
         if not number:
-            raise ValueError(f"{path} is empty: it has no row")
+            raise ValueError(f"{path} must have at least one row, but is empty.")
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    """Read the splits of a `datasets` source."""
     files = find_split_files(settings)
-    found: Any = load_splits(settings) if files is None else files
+    splits: Any = load_splits(settings) if files is None else files
     sources = {}
     for name in _list_read_splits(settings):
-        given = getattr(settings, f"{name}_split_name")
-        split = given or name
+        split_name = getattr(settings, f"{name}_split_name")
+        split = split_name or name
         if files is not None and split in files:
             sources[name] = SplitRows(_read_file_rows(files[split]))
-        elif files is None and split in found and len(found[split]):
+        elif files is None and split in splits and len(splits[split]):
             file = f"{settings.dataset_name} ({split})"
-            records = (TableRow(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
-            sources[name] = SplitRows(records, found[split].features)
-        elif given is not None:
+            numbered = enumerate(splits[split], start=1)
+            records = (TableRow(file, i, row_place(file, None, i), row, file) for i, row in numbered)
+            sources[name] = SplitRows(records, splits[split].features)
+        elif split_name is not None:
             raise ValueError(
-                f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
-                f"{', '.join(map(str, found))}: name one with --{name}_split_name"
+                f"--{name}_split_name must be a split of {settings.dataset_name} with rows, got {split!r}. Its splits "
+                f"are {', '.join(map(str, splits))}."
             )
     if not sources:
-        there = ", ".join(map(str, found))
         raise ValueError(
-            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
-            f"{there}: name one with --validation_split_name"
+            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split. Its splits are "
+            f"{', '.join(map(str, splits))}. Select one with --validation_split_name."
         )
     return sources
 
 
 def resolve_label_column(name: str, source: SplitRows, column: str | None, flag: str) -> str | None:
-    """Return the column of a split's labels; None of a test split without it.
+    """Return the column with the labels of a split, or None for a test split without labels.
+
+    Args:
+        name: The name of the split.
+        source: The rows of the split. They are checked while they are read.
+        column: The column that should have the labels.
+        flag: The flag that names the column, for messages.
 
     Raises:
-        ValueError: if its first row lacks the column, and it is no test split, or a later row has it; and if the first
-            row of another of its files lacks the column that the first file has.
+        ValueError: If a split other than "test" lacks the column in its first row, if a later row has a column that
+            the first row lacks, or if the first row of another file lacks the column.
     """
     if column is None:
         return None
@@ -201,6 +224,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
 
 
 def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
             raise missing_column(record.names_place, record.values, column, flag)
@@ -208,6 +232,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
 
 
 def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield rows, and check that no row has the column."""
     for record in records:
         if has_column(record.values, column):
             raise make_uneven_column_error(column, first, record)
@@ -215,35 +240,35 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
 
 
 def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
-    """Return the error of a column that the first row lacks and a later one has."""
+    """Return the error for a column that a row has and the first row lacks."""
     return ValueError(
-        f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all rows, or to none"
+        f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
     )
 
 
 def get_text(record: TableRow, column: str, flag: str) -> str:
-    """Return a row's text in a column.
+    """Return the text of a row in a column.
 
     Raises:
-        ValueError: if it has none there; the message says that `flag` names the column.
+        ValueError: If the row has no text in this column. The message names the flag.
     """
     text = column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
         raise missing_column(record.names_place, record.values, column, flag)
-    what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
-    raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with {flag}")
+    problem = "half a surrogate pair, which is not text" if isinstance(text, str) else f"no text but {text!r:.60}"
+    raise ValueError(f"{record.place}: Column {column!r} holds {problem}. Use {flag} to name another column.")
 
 
 def get_label_name(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of a label that is a number of names, of a list those of its items; None for other numbers."""
+    """Return the name of a label that is a class number, or the names of a list of labels; None for other numbers."""
     if isinstance(value, list):
-        return [get_label_name(each, names) for each in value]
+        return [get_label_name(item, names) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-# What results of another program, or damaged ones, raise.
+# Errors that results cause if they are damaged or were written by another program.
 UNREADABLE = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
@@ -254,52 +279,52 @@ def apply_recorded_columns(
     columns: Mapping[str, Sequence[str]],
     others: Sequence[str] = (),
 ) -> SettingsT:
-    """Return the settings of a run that only evaluates, with what is not given as the model's results have it.
+    """Complete the settings of a run that only evaluates with those of the model's training.
 
-    The results are `all_results.json` in the model's folder. What is taken from them is logged.
+    Settings that are not given are taken from `all_results.json` in the folder of the model, and logged.
 
     Args:
-        settings: the run's.
-        first: a row by column; a column that it lacks is not taken. None: the run reads no table.
-        columns: the settings that name columns; with each, the settings that say how that column is read.
-        others: settings that are taken whatever the columns are.
+        settings: The settings of the run.
+        first: A row by column. A column is taken only if this row has it. None: the run does not read a table.
+        columns: The settings that name columns, each with the settings that define how this column is read.
+        others: Settings that are taken regardless of the columns.
     """
     if (path := _find_results(settings)) is None:
         return settings
     try:
         recorded = _load_recorded(path)
     except UNREADABLE as error:
-        logger.warning("%s does not say which columns were trained on (%s)", path, error)
+        logger.warning("The training columns could not be read from %s: %s", path, error)
         return settings
-    given = {name for setting in columns for name in _list_names(getattr(settings, setting))}
-    taken: dict[str, Any] = {}
-    for setting, ways in columns.items():
+    named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
+    new_values: dict[str, Any] = {}
+    for setting, reading_settings in columns.items():
         names = _list_names(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
-        if getattr(settings, setting) is None and given.isdisjoint(names):
-            taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
+        if getattr(settings, setting) is None and named_columns.isdisjoint(names):
+            new_values[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
         elif _list_names(getattr(settings, setting)) != names:
             continue
-        for way in ways:
-            if getattr(settings, way) is None and recorded.get(way) is not None:
-                taken[way] = recorded[way]
-    taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
-    if taken:
-        shown = " ".join(f"--{name} {_format_value(value)}" for name, value in taken.items())
-        logger.info("as in %s: %s", path, shown)
-    return replace(settings, **taken)
+        for name in reading_settings:
+            if getattr(settings, name) is None and recorded.get(name) is not None:
+                new_values[name] = recorded[name]
+    new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
+    if new_values:
+        flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
+        logger.info("Settings from %s: %s", path, flags)
+    return replace(settings, **new_values)
 
 
 def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
-    """Return the column that a model was trained with, where the run names none and a row lacks it; else None.
+    """Return the column that the model was trained on, if the run does not name one and a row lacks it; else None.
 
-    Another column that is called as such columns often are would be something else.
+    In this case, the run must not guess another column by its name, because it may contain something else.
 
     Args:
-        settings: those of a run, before `apply_recorded_columns`.
-        first: the row, by column.
-        setting: the setting that names the column.
+        settings: The settings of the run, before `apply_recorded_columns`.
+        first: The row by column.
+        setting: The setting that names the column.
     """
     if getattr(settings, setting) is not None or (path := _find_results(settings)) is None:
         return None
@@ -311,11 +336,12 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
 
 
 def _format_value(value: Any) -> str:
+    """Return the value of a flag as it would be typed."""
     return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
 def warn_about_max_length(settings: FineTuningSettings) -> None:
-    """Warn where a run that only evaluates cuts texts at another length than the model's training did."""
+    """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
     if (path := _find_results(settings)) is None:
         return
     try:
@@ -323,20 +349,22 @@ def warn_about_max_length(settings: FineTuningSettings) -> None:
     except UNREADABLE:
         return
     if length != settings.max_length:
-        message = "texts are cut at %d tokens, and the model was trained with --max_length %s (%s)"
+        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s (%s)."
         logger.warning(message, settings.max_length, length, path)
 
 
 def _find_results(settings: FineTuningSettings) -> Path | None:
-    """Return the results of the training of a model that is only evaluated, if they are there."""
+    """Return the path of the training results of a model that is only evaluated, or None if it does not exist."""
     path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
     return path if path is not None and path.is_file() else None
 
 
 def _load_recorded(path: Path) -> dict[str, Any]:
+    """Return the recorded arguments and results of a training."""
     results = load_json(path)
     return {**(results.get("arguments") or {}), **results}
 
 
 def _list_names(value: Any) -> list[str]:
+    """Return a value, which is a text, a sequence or None, as a list."""
     return [value] if isinstance(value, str) else list(value or ())
