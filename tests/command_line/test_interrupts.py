@@ -133,4 +133,4 @@ def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capfd.readouterr().err.count("again to stop at once") == 1
+    assert capfd.readouterr().err.count("Press again to stop at once") == 1

@@ -154,7 +154,7 @@ def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
 
 
 def test_a_model_without_a_trained_head_is_not_evaluated(run):
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words; .* was saved as Bert"):
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words, .* was saved as Bert"):
         run("--num_train_epochs", 0)
 
 
@@ -178,9 +178,7 @@ def test_a_run_with_other_tags_is_another_run(run, tmp_path):
     for name in ("B-AAA", "B-ZZZ"):
         (tmp_path / f"{name}.txt").write_text(f"Ann {name}\nleft O\n")
     run(*flags, "--validation_file", tmp_path / "B-ZZZ.txt")
-    with pytest.raises(
-        ValueError, match=r"cannot resume exactly from .*: tags of the model was .*B-ZZZ.* and is .*B-AAA"
-    ):
+    with pytest.raises(ValueError, match=r"resume exactly from .*: tags of the model was .*B-ZZZ.* and is .*B-AAA"):
         run(*flags, "--validation_file", tmp_path / "B-AAA.txt", "--resume_from_checkpoint", "latest")
 
 

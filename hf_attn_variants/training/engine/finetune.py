@@ -102,7 +102,7 @@ def _check_finite(parts: Sequence[Tensor], name: str) -> None:
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-# Each task has its own evaluator class, so that its methods know the attributes of it.
+# The type of a task's evaluator, so that the methods of the task know its attributes.
 EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
 
 
