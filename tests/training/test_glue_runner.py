@@ -216,7 +216,7 @@ def test_class_names_in_another_order_keep_the_checkpoints_numbering(run, tmp_pa
 def test_checkpoint_of_another_task_gets_a_new_head_with_a_warning(run, tmp_path, caplog):
     _, out = run("mnli", "--max_train_steps", 1, "--skip_predict")
     results, _ = run("cola", "--max_train_steps", 1, model=out, output_dir=tmp_path / "cola")
-    assert "classifies 3 labels" in caplog.text and results["steps"] == 1
+    assert "has 3 labels" in caplog.text and results["steps"] == 1
 
 
 def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run, glue, tmp_path):
@@ -238,7 +238,7 @@ def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
     shutil.copytree(glue / "STS-B", tmp_path / "stsb", ignore=shutil.ignore_patterns("train.tsv"))
     flags = ["--num_train_epochs", 0, "--data_dir", tmp_path / "stsb", "--group_by_length"]
     with pytest.raises(
-        ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts; .* saved as Bert"
+        ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts, .* saved as Bert"
     ):
         run("stsb", *flags, output_dir=tmp_path / "no_head")
     _, trained = run("stsb", "--max_train_steps", 1, output_dir=tmp_path / "trained")
@@ -335,12 +335,12 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
     [
         ("sst3", [], "unknown --task_name 'sst3'"),
         ("ax", [], "ax is predicted after training on mnli"),
-        ("cola", ["--max_length", 65], "--max_length 65 is too long"),
+        ("cola", ["--max_length", 65], "--max_length must be at most 64"),
         ("cola", ["--max_length", 2], "--max_length must be at least 3"),
         ("stsb", ["--max_length", 3], "--max_length must be at least 4"),
         ("cola", ["--attn_implementation", "flash_attention_2"], "ImportError: FlashAttention2"),
-        ("cola", ["--with_tracking", "--report_to", "wandb"], "wandb: not installed"),
-        ("cola", ["--report_to", "wandb"], "--report_to wandb: not installed"),
+        ("cola", ["--with_tracking", "--report_to", "wandb"], "must be an installed tracker .*, got 'wandb'"),
+        ("cola", ["--report_to", "wandb"], "--report_to must be an installed tracker"),
         ("cola", ["--with_tracking", "--report_to", "none"], "--with_tracking and --report_to none"),
         ("cola", ["--with_tracking", "--report_to", "paper"], "--report_to must be one of"),
         ("cola", ["--metric_for_best_model", "f1"], "cola has loss, matthews_correlation"),
@@ -356,7 +356,7 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
         ),
         ("cola", ["--mixed_precision", "fp16"], "fp16 needs an accelerator"),
         ("cola", ["--resume_from_checkpoint", "latest"], "needs a complete checkpoint"),
-        ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),
+        ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "at most the 5 steps"),
         ("cola", ["--train_file", "/nowhere/train.tsv"], "/nowhere/train.tsv: no such file"),
         ("cola", ["--data_dir", "/nowhere"], "/nowhere: no such folder"),
         ("cola", ["--model_name_or_path", "/nowhere/model"], "no folder '/nowhere/model'"),
@@ -453,7 +453,7 @@ def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path, caplo
         single="<pad> $A </s>", pair="<pad> $A $B", special_tokens=[("<pad>", 0), ("</s>", 1)]
     )
     tokenizer.save_pretrained(t5)
-    with pytest.raises(ValueError, match=r"puts <pad> around texts, and .* \(</s>\) not behind those of a pair"):
+    with pytest.raises(ValueError, match=r"puts <pad> around texts, .* </s> to those of a pair"):
         run("stsb", model=t5, output_dir=tmp_path / "other")
     config = AutoConfig.from_pretrained(t5)
     config.eos_token_id = 2
@@ -503,7 +503,7 @@ def test_overwriting_removes_the_earlier_run_and_nothing_else(run, used, monkeyp
         (["--train_file", "/nowhere/train.tsv"], "no such file"),
         (["--model_name_or_path", "/nowhere/model"], "/nowhere/model"),
         (["--attn_implementation", "flash_attention_2"], "FlashAttention2"),
-        (["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),
+        (["--max_train_steps", 5, "--num_warmup_steps", 6], "at most the 5 steps"),
     ],
 )
 def test_overwriting_keeps_the_earlier_run_until_the_new_one_can_start(run, used, flags, message):
@@ -558,7 +558,7 @@ def test_a_tokenizer_from_elsewhere_helps_a_checkpoint_without_one(run, tiny_ber
 
 def test_a_folder_that_can_hold_no_tokenizer_is_told_by_name(run, tiny_bert, tmp_path):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(OSError, match=r"nothing has no tokenizer files; give .* with --tokenizer_name"):
+    with pytest.raises(OSError, match=r"nothing has no tokenizer files.* with --tokenizer_name"):
         run("cola", "--tokenizer_name", tmp_path / "nothing", model=tiny_bert)
 
 

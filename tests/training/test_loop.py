@@ -179,7 +179,7 @@ def test_a_full_disk_does_not_hide_a_nan(tmp_path):
     loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
     with (
         full_disk(64),
-        pytest.raises(NonFiniteLossError, match=r"nan at step 1 .* batches could not be saved \(OSError"),
+        pytest.raises(NonFiniteLossError, match=r"nan at step 1 .* could not be saved \(OSError"),
     ):
         loop.run()
     assert not list(tmp_path.iterdir())

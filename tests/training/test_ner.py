@@ -169,7 +169,7 @@ def test_outputs_that_are_nan_or_infinite_give_no_tags(run, tmp_path):
     (tmp_path / "dev.txt").write_text("Ann B-PER\n")
     (tmp_path / "plain.txt").write_text("Ann\n\nAnn\nleft\n")
     flags = "--validation_file", tmp_path / "dev.txt", "--test_file", tmp_path / "plain.txt"
-    with pytest.raises(NonFiniteLossError, match="outputs are NaN or infinite for 1 of 2 rows of test"):
+    with pytest.raises(NonFiniteLossError, match="are NaN or infinite for 1 of 2 rows of test"):
         run("--num_train_epochs", 0, *flags, model=out, out="again")
 
 
@@ -243,7 +243,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
         (["--train_file", "a", "--validation_file", "b", "--dataset_name", "c"], "or --dataset_name"),
         (
             ["--dataset_name", "c", "--metric_for_best_model", "bleu"],
-            "there are loss, precision, recall, f1, accuracy",
+            "must be one of loss, precision, recall, f1, accuracy",
         ),
     ],
 )

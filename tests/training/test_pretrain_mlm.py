@@ -618,7 +618,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
         (scratch("bert", "--dataset_name", "x"), "give --train_file or --dataset_name, one of them"),
         (scratch("bert", "--dataloader_num_workers", 2), "must be 0 or 1 for a stream, got 2"),
-        (scratch("bert", "--metric_for_best_model", "f1"), "there are loss, perplexity, accuracy"),
+        (scratch("bert", "--metric_for_best_model", "f1"), "must be one of loss, perplexity, accuracy"),
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
             ["--model_type", "bert", "--config_overrides", "hiden_size=3"],

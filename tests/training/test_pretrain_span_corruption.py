@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
         (["--max_length", 512], "has 8 sentinels .* needs 28"),
         (["--num_train_epochs", 1], "text is a stream without a length: give --max_train_steps"),
         (["--max_train_steps", 1, "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
-        (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "there are loss, perplexity, accuracy"),
+        (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "must be one of loss, perplexity, accuracy"),
         (["--max_train_steps", 1, "--dataset_name", "x"], "give --train_file or --dataset_name, one of them"),
         (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),
     ],

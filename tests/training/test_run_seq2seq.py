@@ -397,8 +397,8 @@ def test_cut_rows_are_counted(run, caplog):
         (["--dataset_name", "x"], "give one source of text: .* got parallel text .* and --dataset_name"),
         (["--data_dir", "x"], "--data_dir needs --task_name"),
         (["--task_name", "cola"], "got parallel text .* and --task_name"),
-        (["--metric_for_best_model", "chrf"], "--metric_for_best_model 'chrf': there are loss, bleu"),
-        (["--eval_loss_only", "--metric_for_best_model", "bleu"], "there are loss"),
+        (["--metric_for_best_model", "chrf"], "--metric_for_best_model must be one of loss, bleu, got 'chrf'"),
+        (["--eval_loss_only", "--metric_for_best_model", "bleu"], "must be one of loss"),
         (["--num_key_value_heads", 2], "--num_key_value_heads is only for a model from scratch"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
         (["--doc_stride", -1], "--doc_stride must be at least 0"),
         (["--max_query_length", 30], "leaves 0 tokens for the context"),
         (["--n_best_size", 0], "--n_best_size must be at least 1"),
-        (["--metric_for_best_model", "HasAns_f1"], "there are loss, exact_match, f1"),
+        (["--metric_for_best_model", "HasAns_f1"], "must be one of loss, exact_match, f1"),
     ],
 )
 def test_bad_flags_fail_before_any_work(run, more, message):

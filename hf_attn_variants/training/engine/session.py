@@ -1,4 +1,4 @@
-"""The frame of every training run: checks, the accelerator, the output folder and the trackers."""
+"""Setup and cleanup of a training run: checks, the accelerator, the output folder and the trackers."""
 
 import logging
 import os
