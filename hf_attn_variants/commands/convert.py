@@ -25,6 +25,7 @@ from ..conversion.calibration_settings import (
 )
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import describe_field
 from ..training.engine.options import parse_json_flag
 
 __all__ = [
@@ -176,7 +177,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) ->
         for prefix in row.prefixes:
             unsaid, choices = row.default_of(prefix), row.choices_of(prefix)
             default = f" (default: {unsaid})" if unsaid not in (None, (), False) else ""
-            options: dict[str, Any] = {"help": row.described(prefix) + default}
+            options: dict[str, Any] = {"help": describe_field(prefix + row.name) + default}
             if choices:
                 options["choices"] = list(choices)
             if row.kind is bool:

@@ -73,7 +73,7 @@ def check_has_form(model_class: type, config: Any) -> None:
             f"{', '.join(SPECIFIED)}."
         )
     for field in fields_in_effect(config):
-        if row_of(field)[1].unknown_upstream:
+        if "not_in_transformers" in row_of(field)[1].facts:
             raise ValueError(
                 f"`{field}` is {getattr(config, field)!r}, which CTranslate2 cannot compute: of the variants it has "
                 "grouped heads only. Try `--to onnx`."

@@ -26,9 +26,10 @@ from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
+from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import FIELD_TEXTS
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.remote_code import travelling_names
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-OWN_CODE = travelling_names()
+OWN_CODE = file_names()
 # Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
 NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
 
@@ -88,7 +89,12 @@ def travels_without_code(folder: Path, name: str) -> bool:
 
 HALF = (torch.float16, torch.bfloat16)
 # Fields whose values upstream's classes do not know.
-NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
+NO_PLAIN_FORM = {
+    name: text
+    for row in FIELDS
+    for name in row.names
+    if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
+}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
 from ..inspection.tables import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
-from ..modeling.fields.field_table import FIELDS, PLACES, row_of
+from ..modeling.fields.field_table import FIELDS, row_of
+from ..modeling.fields.field_texts import FIELD_TEXTS, PLACES, card_text
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.latents import Latent
@@ -378,7 +379,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
 def _on_card(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
     """Return `_named` of the fields with a fact that are set in the stacks of `fields`."""
     prefixes = [prefix for heads, each in OF_STACKS.items() if heads in fields for prefix in each]
-    rows = [row for row in FIELDS if fact in row.facts and row.card is not None]
+    rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
     return [_named(variant, name) for name in names if getattr(variant, name, None) is not None]
 
@@ -399,10 +400,9 @@ def _latent(variant: Any, name: str) -> dict[str, Any]:
 
 def _named(variant: Any, name: str) -> dict[str, Any]:
     """Return a field's value, the words for it, and in which layers it has one; of a kernel `value` is its name."""
-    prefix, row = row_of(name)
     layers = values_by_layer(variant, name)
     having = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _value(variant, name), "words": row.on_card(prefix), "layers": len(layers), "having": having}
+    facts = {"value": _value(variant, name), "words": card_text(name), "layers": len(layers), "having": having}
     return facts | {"name": getattr(variant, name)}
 
 

@@ -6,7 +6,6 @@ Shapes are as in `softmax_attention`. The page needs neither a network nor other
 from __future__ import annotations
 
 import base64
-import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..input_files import is_unicode
 from ..model_properties import limits_of_the_call
-from ..modeling.attention import attention_interface
+from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import can_cache
@@ -28,7 +27,6 @@ from ..modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
 from ..modeling.ops.reach import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
-from ..modeling.variant_names import EAGER
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps", "attention_page"]
 
@@ -191,9 +189,10 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
         calls[-1][-1].extend(_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
-    # Remote code of the same version registers its own copy of the functions under the same names.
-    registered = inspect.unwrap(ALL_ATTENTION_FUNCTIONS[EAGER]).__globals__
-    namespaces = {id(each): each for each in (vars(attention_interface), registered)}.values()
+    # The code of a repository has its own functions.
+    registered = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation].__globals__
+    modules = (vars(attention_interface), vars(mechanism_attention), registered)
+    namespaces = {id(names): names for names in modules}.values()
     originals = [namespace["attention_with_weights"] for namespace in namespaces]
     for namespace in namespaces:
         namespace["attention_with_weights"] = attend
@@ -210,7 +209,7 @@ def _mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
 ) -> Iterator[Stage]:
     """Yield the stages of a call with talking heads, except the weights that the model returns."""
-    logits_proj, score, heads = options["logits_proj"], options["score"], query.shape[1]
+    logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
     reads_keys = _reads(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
@@ -226,7 +225,7 @@ def _mixing_stages(
             maps = maps - maps.nanmean(-1, keepdim=True)
             kind, reads = ("query head", reads_keys) if name == "before" else ("softmax head", ())
             yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _cpu(maps), reads)
-    if options["weights_proj"] is not None:
+    if options.get("weights_proj") is not None:
         reads = reads_keys if logits_proj is None else ()  # without P_l the softmax heads are the query heads
         title = "weights after the softmax, before P_w"
         yield Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads)

@@ -1,13 +1,20 @@
-"""The version of this code, the names that it registers with transformers, and the transformers it was run with."""
+"""The version of this code, the names that it registers with Transformers, and the supported Transformers versions."""
+
+from typing import Any
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",
+    "CODE_DIGEST",
     "CONFIG_FORMAT",
     "EAGER",
+    "INCLUDED",
+    "NAME_SUFFIX",
     "NEWEST_RUN",
     "OLDEST_RUN",
     "RECORDING",
     "SDPA",
+    "Missing",
+    "plain_implementation",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
@@ -18,9 +25,44 @@ OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 # meanings for padded rows.
 CONFIG_FORMAT = 5
 
-# Registered names carry the version: the installed package and a Hub repository of another version share one process.
-_VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")
-EAGER = f"attn_variants_eager_{_VERSION}"
-SDPA = f"attn_variants_sdpa_{_VERSION}"
-# Of a conversion that looks what attentions are called with: it answers as they do.
-RECORDING = f"attn_variants_recording_{_VERSION}"
+# In a repository these two lines are others: the mechanisms that its code includes, and a digest of that code.
+INCLUDED: tuple[str, ...] | None = None
+CODE_DIGEST = ""
+
+# Transformers and torch keep one table of names per process. The version and the digest keep the installed package and
+# the code of repositories apart.
+NAME_SUFFIX = ATTN_VARIANTS_VERSION.replace(".", "_") + (f"_{CODE_DIGEST}" if CODE_DIGEST else "")
+EAGER = f"attn_variants_eager_{NAME_SUFFIX}"
+SDPA = f"attn_variants_sdpa_{NAME_SUFFIX}"
+# The attention function of a conversion that records the inputs of attention modules.
+RECORDING = f"attn_variants_recording_{NAME_SUFFIX}"
+
+
+def plain_implementation(name: Any) -> Any:
+    """Return "eager" or "sdpa" for a registered name of this package or of a repository, and other names unchanged."""
+    if isinstance(name, str) and name.startswith(("attn_variants_eager_", "attn_variants_sdpa_")):
+        return name.split("_")[2]
+    return name
+
+
+class Missing:
+    """A definition that a repository does not include, because its model does not use the mechanism.
+
+    Raises:
+        ImportError: if it is called.
+    """
+
+    mechanisms: tuple[str, ...] = ()
+    name = ""  # no field of a configuration has this value
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raise the error that says which code is missing."""
+        raise ImportError(
+            f"This repository does not include `{cls.__name__}` ({', '.join(cls.mechanisms)}), because its model does "
+            "not use it. Install hf_attn_variants and import it before you load the model."
+        )
+
+    @classmethod
+    def asked_for(cls, config: Any, prefix: str) -> None:
+        """Return None: no attention of this repository uses the mechanism."""
+        return None

@@ -12,7 +12,7 @@ from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import talks
 from ..modeling.upstream import check_attributes
-from ..modeling.variant_names import EAGER, SDPA
+from ..modeling.variant_names import plain_implementation
 from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
@@ -201,7 +201,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
     """
     name, config = type(model).__name__, model.config
     _check_encoder_decoder(model)
-    _check_implementation(model, (EAGER, SDPA))
+    _check_implementation(model, IMPLEMENTATIONS)
     if talks(config, "cross_"):
         raise ValueError(
             f"The heads of this {name} talk in its cross-attentions, so that each beam keeps a memory of its own. "
@@ -216,7 +216,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
 
 def _check_implementation(model: PreTrainedModel, known: Iterable[str]) -> None:
     implementation = model.config._attn_implementation
-    if implementation not in known:
+    if plain_implementation(implementation) not in known:
         raise ValueError(
             f'`share_memory` computes by "sdpa" or "eager"; this model has attn_implementation="{implementation}": '
             'call `model.set_attn_implementation("sdpa")` before.'

@@ -1,6 +1,7 @@
 """A saved checkpoint loads under every Auto class in a process that cannot import this package."""
 
 import ast
+import builtins
 import json
 import os
 import subprocess
@@ -15,10 +16,11 @@ from safetensors.torch import save_file
 
 import hf_attn_variants
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
+from hf_attn_variants.modeling.code_builder import file_names
 from hf_attn_variants.modeling.remote_code import code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
-TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
+TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
 # What is saved of each architecture: a variant, and which head.
 KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
 KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
@@ -167,7 +169,7 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
-    siblings = {each.stem for each in TRAVELLING}
+    siblings = {each.stem for each in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
     guarded = {"triton"}
     standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
     standard |= {"functools", "inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
@@ -197,26 +199,38 @@ def test_one_file_alone_opens_others():
     assert found == {"remote_code.py"}
 
 
-@pytest.mark.thorough
-def test_what_travels_stands_side_by_side(tmp_path):
-    """Each file has a name of its own, and imports those beside it alone, as transformers reads it.
-
-    That finds sibling files by a regular expression over the source, docstrings included.
-    """
+@pytest.mark.parametrize("mechanisms", [None, frozenset(), frozenset({"patterns"})], ids=["all", "none", "patterns"])
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda each: each.model_type)
+def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, tmp_path):
+    """Transformers finds imported files by a regular expression over the source, docstrings included."""
     from transformers.dynamic_module_utils import get_relative_imports
 
-    names = [path.name for path in TRAVELLING]
-    assert len(names) == len(set(names))
-    travelled = ""
-    for config_class in CONFIG_CLASSES:
-        files = code_files("configuration_attn_variants", config_class.modeling_file)
-        write_code(tmp_path, config_class.modeling_file)
-        travelled += "".join(files.values())
-        for name, text in files.items():
-            assert text == (tmp_path / name).read_text(encoding="utf-8")
-            assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
-    assert not [path.name for path in TRAVELLING if path.read_text().partition("\n")[0] not in travelled]
-    assert not code_files("a_file_of_somebody_elses")
+    files = code_files(config_class, config_class.modeling_file, mechanisms)
+    write_code(tmp_path, config_class, config_class.modeling_file, mechanisms)
+    assert {*files} == {path.name for path in tmp_path.iterdir()} and len(files) <= 8
+    assert {*files} <= file_names()
+    for name, text in files.items():
+        assert text == (tmp_path / name).read_text(encoding="utf-8")
+        assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+        assert not undefined_names(text), name
+
+
+def undefined_names(text):
+    """The names that a file uses in a scope without a definition of them anywhere in the file."""
+    tree = ast.parse(text)
+    defined = {*dir(builtins), "__file__", "__name__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - defined
 
 
 def test_a_class_that_somebody_derives_is_saved_with_its_file(tmp_path, monkeypatch):

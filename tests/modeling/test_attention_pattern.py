@@ -11,7 +11,7 @@ from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
 from transformers import StaticCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.attention import mechanism_attention
 from hf_attn_variants.modeling.ops import window_blocks
 from hf_attn_variants.reference.patterns import sliding_window_mask
 
@@ -28,13 +28,13 @@ NAMED = {"ids": lambda row: row.name}
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
     monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (2,))
-    calls, attend = [], attention_interface.attention_in_windows
+    calls, attend = [], mechanism_attention.attention_in_windows
 
     def counted(*args, **options):
         calls.append(options.get("reach"))
         return attend(*args, **options)
 
-    monkeypatch.setattr(attention_interface, "attention_in_windows", counted)
+    monkeypatch.setattr(mechanism_attention, "attention_in_windows", counted)
     return calls
 
 

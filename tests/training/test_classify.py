@@ -448,7 +448,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ((*FILES, "--threshold", "0.2", "--problem_type", "regression"), "--threshold is for several labels a row"),
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "must be one of loss, accuracy, f1_macro, .* got 'bleu'"),
-        ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "must be one of loss, f1"),
+        ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "of loss, f1"),
         ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
         (
             ("--validation_file", "b", "--num_train_epochs", "0", "--class_weights", "balanced"),

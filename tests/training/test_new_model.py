@@ -8,6 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
+from hf_attn_variants.modeling.fields.field_texts import describe_field
 from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides
 
 NAMES = [name for row in FIELDS for name in row.names]
@@ -94,8 +95,7 @@ def test_commands_have_the_flags_of_their_models():
         fields = {each.name: each for each in dataclasses.fields(type(command.parse_args(needed)))}
         assert fields.keys() & {*NAMES} == expected
         for name in expected:
-            prefix, row = row_of(name)
-            assert row.described(prefix).lower() in fields[name].metadata["help"].lower()
+            assert describe_field(name).lower() in fields[name].metadata["help"].lower()
             assert fields[name].default is None
     assert set(GIVEN) == of_encoders
 

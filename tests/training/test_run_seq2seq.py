@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
 from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.hub import push as hub_push
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
 from hf_attn_variants.training.seq2seq.task import Decoder, Seq2SeqEvaluator
 
@@ -257,14 +258,14 @@ def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_l
             assert "eval_bleu" in json.loads((run.out / "all_results.json").read_text())
         return decode_all(decoder, data, num_beams)
 
-    def push(*place):
+    def fail_to_push(*place):
         assert "test_bleu" in json.loads((run.out / "all_results.json").read_text())
         raise OSError("no network")
 
     decode_all = Decoder.decode
     monkeypatch.setattr(Decoder, "decode", decode)
-    monkeypatch.setattr(push, "check_hub_access", lambda *place: None)
-    monkeypatch.setattr(push, "push_trained", push)
+    monkeypatch.setattr(hub_push, "check_hub_access", lambda *place: None)
+    monkeypatch.setattr(hub_push, "push_trained", fail_to_push)
     test = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
     with pytest.raises(OSError, match="no network"):
         run("--num_train_epochs", 0, "--push_to_hub", *test)

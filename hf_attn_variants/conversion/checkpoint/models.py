@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import is_out_of_memory
 from ...files import load_json
 from ...modeling.mechanisms.kernels.kernel_table import drawn_names
-from ...modeling.variant_names import EAGER, SDPA
+from ...modeling.variant_names import plain_implementation
 from .source import learned_tokens, local_folder
 from .tensor_files import CheckpointReader, TensorEntry, checked_finite, dtype_name
 
@@ -261,7 +261,7 @@ def _with_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
                 gradient_checkpointing=True, _gradient_checkpointing_func=module._gradient_checkpointing_func
             )
     implementation = model.config._attn_implementation
-    converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
+    converted.set_attn_implementation(plain_implementation(implementation))
     # An untied T5 is not tied, whatever its class says.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     converted.all_tied_weights_keys = {

@@ -320,5 +320,3 @@ CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantDistilBertConfig,
     AttnVariantElectraConfig,
 )
-for _config_class in CONFIG_CLASSES:
-    _config_class.register_for_auto_class()

@@ -1,34 +1,30 @@
-"""Our attention functions behind upstream's attention interface: by which way a call is computed."""
+"""The attention functions that this package registers with Transformers' attention interface.
+
+A module without a mechanism other than grouped heads (`is_plain`) is computed here. All others go to
+`mechanism_attention`.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..mechanisms.patterns.compressed_pattern import compressing
-from ..mechanisms.patterns.global_tokens import global_tokens_of, with_global_tokens_first
-from ..mechanisms.patterns.scattered_attention import attend_in_blocks, gathers
-from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
-from ..ops.flex_windows import attention_in_windows
-from ..ops.memory_efficient_attention import talking_heads_attention
-from ..ops.padded_rows import from_first_token
-from ..ops.query_folding import is_exporting
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, wants_weights
-from ..ops.window_blocks import as_full_attention, fills_blocks
+from ..ops.variant_attention import VariantAttention, call_options, wants_weights
 from ..upstream import known_imports, refuse_unknown
 from ..upstream_checks import check_mask_functions
 from ..variant_names import EAGER, SDPA
 from .attention_masks import mask_of_padding
-from .kernel_interface import kernel_attention_forward
+from .mechanism_attention import attend_with_mechanisms
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["attention_function", "eager_attention_forward"]
+__all__ = ["attention_function", "eager_attention_forward", "sdpa_attention_forward"]
+
+AttentionResult = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def eager_attention_forward(
@@ -42,18 +38,32 @@ def eager_attention_forward(
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention_with_weights` behind upstream's attention interface ("eager")."""
+) -> AttentionResult:
+    """Attention that computes its weights ("eager").
+
+    Args:
+        module: the attention module.
+        query: [b, h_k, n, d].
+        key: [b, k, m, d].
+        value: [b, k, m, d_v].
+        attention_mask: as in `attention_with_weights`.
+        scaling: the factor of the dot products; None = d^-1/2.
+        dropout: the probability that a weight is dropped.
+        is_causal: whether query i reads keys 0 to i only; None = as the module does.
+        position_bias: added to the logits, broadcastable to [b, h, n, m].
+        kwargs: further arguments of the call.
+
+    Returns:
+        The outputs [b, n, h_v, d_v] and the weights [b, h_v, n, m].
+
+    Raises:
+        ValueError: if the call has an argument that would be ignored.
+    """
+    if not getattr(module, "is_plain", False):
+        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
+        return attend_with_mechanisms("eager", module, *call, **kwargs)
     refuse_unknown(kwargs)
-    if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
-        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (reach := kwargs.get("reach", module.reach)) is not None:  # of rows with padding it may be another
-        told = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
-        attention_mask, position_bias = as_full_attention(*told)
-    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
-    options["score"] = module.score
+    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
@@ -68,93 +78,31 @@ def sdpa_attention_forward(
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The fastest exact path behind upstream's attention interface ("sdpa").
+) -> AttentionResult:
+    """Attention by the fused kernels of torch ("sdpa"); arguments and results as for `eager_attention_forward`.
 
-    Talking heads, and windows in a longer text, go to `talking_heads_attention`, in memory linear in n and m; where
-    the weights are asked for, scores are no dot products, the projections depend on the input, the mask is trained or
-    there is one query only, to `attention_with_weights`.
+    The weights are None unless the call asks for them.
     """
+    if not getattr(module, "is_plain", False):
+        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
+        return attend_with_mechanisms("sdpa", module, *call, **kwargs)
     refuse_unknown(kwargs)
-    asked = wants_weights(module, kwargs)
-    if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, asked)
-        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    with_weights = asked or module.score is not None
-    talking_heads, reach = bool(module.projection_names), kwargs.get("reach", module.reach)
-    in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
-    is_global = global_tokens_of(reach, kwargs)
-    if not asked and is_global is None and gathers(reach, query, key, attention_mask):
-        options = _options(module, query, None, scaling, dropout, False)
-        attend: Callable[..., Any] = partial(fused_attention, **options)
-        if talking_heads or with_weights:
-            attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
-        return attend_in_blocks(attend, reach, (query, key, value), attention_mask, position_bias), None
-    if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
-        output, weights = eager_attention_forward(
-            module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
-        )
-        return output, weights if asked else None
-    if reach is not None and not in_blocks:
-        told = (reach, query, key, attention_mask, position_bias, is_global)
-        attention_mask, position_bias = as_full_attention(*told)
-    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    if talking_heads or in_blocks:
-        options |= _projections(module)
-        if not in_blocks:
-            return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options |= {"is_causal": False, "position_bias": position_bias}  # the reach says what is causal
-        if is_global is None:
-            return attention_in_windows(query, key, value, attention_mask, reach=reach, **options), None
-        attend = partial(attention_in_windows, **options)
-        return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
+    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    if wants_weights(module, kwargs):
+        return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
-def _projections(module: VariantAttention) -> dict[str, Any]:
-    return {name: getattr(module, name, None) for name in PROJECTIONS}
-
-
-def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the attention function of a registered name; this package's own without a look-up upstream."""
-    own = OWN_FUNCTIONS.get(name)
+def attention_function(name: str) -> Callable[..., AttentionResult]:
+    """Return the attention function that is registered under a name."""
+    own = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
-def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    # One query's weights are small and made faster at once; our operator must not be in an exported graph, and gives a
-    # mask no gradient.
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return True
-    return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
-
-
-def _options(
-    module: VariantAttention,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
-) -> dict[str, Any]:
-    """Return how a call of upstream's interface is computed."""
-    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    return {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        # The mask, where there is one, says what is causal; a single query is the last token and sees the whole cache.
-        # Sizes are tensors while `torch.jit.trace` is at work, and torch's kernels want a bool.
-        "is_causal": bool(mask is None and asked and query.shape[2] > 1),
-        "dropout": dropout,
-    }
-
-
-OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: from_first_token(compressing(function))
-    for name, function in ((EAGER, eager_attention_forward), (SDPA, sdpa_attention_forward))
-}
+OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 check_mask_functions(eager_mask, sdpa_mask)
-# Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.
+# Without a mask function of the same name Transformers would pass no mask, and padding would be ignored.
 AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
 AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))

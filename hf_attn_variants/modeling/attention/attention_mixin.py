@@ -68,7 +68,7 @@ class AttentionVariantMixin(_Attention):
         # Upstream takes values to be as wide as keys.
         self.projects_itself = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
-        shapes = projection_shapes(heads, query_dim, memory_dim)
+        shapes = projection_shapes(heads, query_dim, memory_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)
         self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
@@ -136,7 +136,8 @@ class AttentionVariantMixin(_Attention):
             prepare_cache(self, cache, memory)
             if memory is not None and self.heads.rank is None:
                 note_beams(cache, self.layer_idx, states, memory)
-        check_global_mask(self, states, kwargs)
+        if self.reach is not None:
+            check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
             name = "self_attention_cache" if memory is None else "cross_attention_cache"
             return {"kernel_cache": getattr(cache, name, cache)}

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..fields.composition import check_implementation
 from ..fields.kernel_fields import has_kernel
 from ..fields.loading_checks import adds_talking_heads, warn_of_positions
+from ..fields.used_mechanisms import used_mechanisms
 from ..fields.variant_config import can_cache
 from ..mechanisms.additive_score import score_of
 from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
@@ -97,13 +98,14 @@ class AttnVariantModelMixin(_Model):
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _change_class(module, self.variant_classes[type(module)], self.config)
+        used = used_mechanisms(self.config)
         for site, path, module in list(self.named_attentions()):
-            _install_variant(site, path, module, self)
+            _install_variant(site, path, module, self, used)
         _check_installed(self)
         # Not missing: `from_pretrained` says in one line what they begin as.
         new = list(_added_keys(self, _added_heads.get()))
         # Random numbers that a checkpoint lacks are drawn again by the configuration's seed.
-        drawn = [rf"\.{name}$" for name in drawn_names()]
+        drawn = [rf"\.{name}$" for name in drawn_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
         # A device map keeps modules whole by the names of their classes, some of which are ours now.
@@ -130,7 +132,8 @@ class AttnVariantModelMixin(_Model):
             for site, _, module in self.named_attentions():
                 attention: Any = module.get_submodule(site.core)
                 if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
-                    keep_window(attention, cache)
+                    if attention.reach is not None:
+                        keep_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         return result
@@ -154,7 +157,8 @@ class AttnVariantModelMixin(_Model):
         super()._init_weights(module)
         if (init_projections := getattr(module, "init_projections", None)) is not None:
             init_projections()
-        init_kernel(module)
+        if getattr(module, "kernel", None) is not None:
+            init_kernel(module)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
@@ -248,7 +252,9 @@ def _check_installed(model: PreTrainedModel) -> None:
             raise changed(f"`{type(module).__name__}` stands at `{path}` of `{type(model).__name__}`")
 
 
-def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel) -> None:
+def _install_variant(
+    site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel, used: frozenset[str]
+) -> None:
     """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
@@ -276,12 +282,17 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     # Cross-attention makes its terms from the encoder's outputs, which are there in each step. Where it has a smaller
     # latent it makes them from that, which is in the cache alone after the first step.
     core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score = score_of(core, heads, model.config, site.place_prefix)
-    core.compression = compression_of(core, heads, site, model.config)
+    core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
+    core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
-    install_kernel(core, site.kernel(model.config, path, is_causal))
-    settle_padding(core)
+    core.kernel = None
+    if "linear_attention" in used:
+        install_kernel(core, site.kernel(model.config, path, is_causal))
+    others = (heads.talking, core.score, core.compression, core.reach, core.kernel)
+    core.is_plain = all(mechanism is None for mechanism in others)
+    if not core.is_plain:
+        settle_padding(core)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

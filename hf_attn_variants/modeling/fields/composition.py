@@ -15,6 +15,7 @@ from ..mechanisms.patterns.transient_pattern import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
 from ..mechanisms.talking_heads import DynamicTerms, TalkingHeads
 from ..variant_names import EAGER, RECORDING, SDPA
+from .used_mechanisms import used_mechanisms
 
 __all__ = ["REFUSED", "Refusal", "check_implementation", "check_together"]
 
@@ -121,6 +122,11 @@ def check_implementation(config: Any, implementation: Any) -> None:
             f'value_head_dim={config.value_head_dim} cannot run under attn_implementation="{implementation}", whose '
             'kernels want values of the size of keys: use "sdpa" or "eager".'
         )
+    if used_mechanisms(config):
+        _check_not_ignored(config, implementation)
+
+
+def _check_not_ignored(config: Any, implementation: Any) -> None:
     for mechanism, words in IGNORED_BY_OTHERS:
         for prefix in PREFIXES:
             if (asked := mechanism.asked_for(config, prefix)) is not None:

@@ -53,7 +53,8 @@ def adds_talking_heads(
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
-    _check_kernel_kept(config_class, source, held, wanted)
+    if any(value_or_list(held, name) for name in config_class.kernel_fields() if name.endswith("attention_kernel")):
+        _check_kernel_kept(config_class, source, held, wanted)
     _check_values_kept(config_class, source, held, wanted)
     if not any(_talk(config_class, values) for values in (held, wanted)):
         return frozenset()

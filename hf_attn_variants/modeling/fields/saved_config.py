@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..remote_code import is_package_class, write_code
+from ..remote_code import CONFIGURATIONS, is_package_class, write_code
+from .used_mechanisms import used_mechanisms
 
 __all__ = ["SavedWithCode", "without_repository"]
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     _Saved = PreTrainedConfig
 else:
     _Saved = object
-
-CONFIGURATIONS = "configuration_attn_variants"
 
 
 class SavedWithCode(_Saved):
@@ -28,6 +27,11 @@ class SavedWithCode(_Saved):
 
     modeling_file: ClassVar[str] = ""
     auto_classes: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+        super().__init_subclass__(*args, **kwargs)
+        if "modeling_file" in vars(cls):
+            cls.register_for_auto_class()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -47,7 +51,7 @@ class SavedWithCode(_Saved):
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
-            write_code(save_directory, *self.code_modules())
+            write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
         finally:
             self.__dict__.update(own)
         if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
@@ -58,11 +62,6 @@ class SavedWithCode(_Saved):
         """Return the `auto_map` of a saved configuration."""
         own = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
         return own | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
-
-    @classmethod
-    def code_modules(cls) -> tuple[str, str]:
-        """Return the names of the files that it points to, which bring all others."""
-        return CONFIGURATIONS, cls.modeling_file
 
 
 def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from .layer_values import LayerValue, checked_layer_values, from_per_layer_confi
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
 from .talking_fields import check_talking_heads
+from .used_mechanisms import check_included, used_mechanisms
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -147,6 +148,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         Raises:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
+        used = used_mechanisms(self)
+        check_included(used)
         for name in self.layer_fields:
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
@@ -156,7 +159,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
-        self.per_layer_values = checked_layer_values(self)
+        if self.per_layer_values is not None:
+            self.per_layer_values = checked_layer_values(self)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
@@ -164,19 +168,22 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
         self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
-        check_patterns(self)
+        if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid has a window, too
+            check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
-        check_kernels(self)
-        check_together(self)
+        if "linear_attention" in used:
+            check_kernels(self)
+        if used:
+            check_together(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
     @classmethod
-    def variant_fields(cls) -> dict[str, str]:
-        """Return the fields that this package adds to upstream's, described; key/value heads first, then ranks."""
+    def variant_fields(cls) -> tuple[str, ...]:
+        """Return the fields that this package adds to those of Transformers: key/value heads first, then ranks."""
         own = [each for each in fields(cls) if "variant" in each.metadata]
         own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
-        return {each.name: each.metadata["variant"] for each in own}
+        return tuple(each.name for each in own)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:

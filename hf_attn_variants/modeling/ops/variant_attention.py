@@ -2,9 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-__all__ = ["AttentionHeads", "VariantAttention", "implementation_of", "wants_weights"]
+__all__ = ["AttentionHeads", "VariantAttention", "call_options", "check_mask", "implementation_of", "wants_weights"]
 
 
 class AttentionHeads(NamedTuple):
@@ -49,6 +50,7 @@ class VariantAttention(nn.Module):
     score: Any  # an `AdditiveScore`; None: the dot product
     compression: Any  # a `MemoryCompression`; None: keys and values are a token's
     padding_rule: int
+    is_plain: bool  # whether it has no mechanism but grouped heads and a latent
     kernel: Any  # an `AttentionKernel`; None: a softmax
 
 
@@ -62,3 +64,35 @@ def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
 def implementation_of(module: VariantAttention) -> str:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
+
+
+def call_options(
+    module: VariantAttention,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+) -> dict[str, Any]:
+    """Return the scaling, causality and dropout of a call of Transformers' attention interface."""
+    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    return {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        # A mask decides by itself what is causal, and a single query is the last token and reads the whole cache.
+        # `torch.jit.trace` makes sizes tensors, and torch's kernels require a bool.
+        "is_causal": bool(mask is None and asked and query.shape[2] > 1),
+        "dropout": dropout,
+    }
+
+
+def check_mask(mask: torch.Tensor | None) -> None:
+    """Check that a mask is boolean or additive.
+
+    Raises:
+        ValueError: for whole numbers, of which it is unclear whether they are to be added.
+    """
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
+            f"{mask.dtype}: make it `mask.bool()`."
+        )

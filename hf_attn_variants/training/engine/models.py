@@ -418,7 +418,7 @@ def make_new_config(
         raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
     if duplicates := [name for name in variant if name in overrides]:
         raise ValueError(f"--{duplicates[0]} is also given by --config_overrides. Remove one of them.")
-    is_variant = variant or known.keys() & overrides.keys()
+    is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
     fields = {

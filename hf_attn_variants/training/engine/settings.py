@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ...modeling.fields.field_table import FIELDS, Field
+from ...modeling.fields.field_texts import describe_field
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -71,7 +72,7 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
 
 def _make_option(prefix: str, row: Field) -> Any:
     """Make the option of a field. Its default is None, so that the configuration uses its own default."""
-    text = row.described(prefix)
+    text = describe_field(prefix + row.name)
     if "_" not in text.split(":")[0]:  # a text that begins with the name of a pattern keeps its lower case
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)

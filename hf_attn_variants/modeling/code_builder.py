@@ -1,0 +1,409 @@
+"""The code of a model repository: the parts of `modeling/` that one model needs, in a few files.
+
+Transformers looks for relative imports only next to a file, and it requests each file of a repository separately.
+Therefore the modules of a folder are joined into one file in the order of their imports, and only the definitions that
+the model can reach are written. The steps are:
+
+    modules ──parse──> definitions ──follow names──> those that the model reaches ──join──> files
+
+The search starts at the model's own file and follows each name that a definition uses. It stops at the names in
+`ENTRY_POINTS` whose mechanism the configuration does not use: a stub takes their place, and whatever only they reach
+is left out. This file is not part of a repository, which copies its own files when its model is saved again.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["build_code", "file_names"]
+
+FOLDER = Path(__file__).parent
+# Each of these files has the classes of one architecture or family, and is not joined with others.
+NOT_JOINED = "architectures"
+# Modules next to this file become a file of this name, and those of a folder one with the name of the folder.
+BASE = "base"
+NAMES = "variant_names"
+DIGEST_LENGTH = 12
+LINE_LENGTH = 119
+
+ANY = ("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads")
+# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/mechanisms_used.py`).
+ENTRY_POINTS: dict[str, tuple[str, ...]] = {
+    "build_code": (),
+    "AdditiveScore": ("additive_score",),
+    "AttentionKernel": ("linear_attention",),
+    "AttentionPattern": ("patterns",),
+    "KernelStateLayer": ("linear_attention",),
+    "Reach": ("linear_attention", "patterns"),
+    "DistanceBias": ("patterns", "linear_attention"),
+    "DynamicTerms": ("talking_heads",),
+    "Latent": ("latents",),
+    "MemoryCompressed": ("patterns",),
+    "TransientPattern": ("patterns",),
+    "_added": ("talking_heads",),
+    "_check_kernel_kept": ("linear_attention",),
+    "_check_layer": ("talking_heads",),
+    "_check_not_ignored": ANY,
+    "add_latent_map": ("latents",),
+    "add_summary_parameters": ("patterns",),
+    "attend_to_latent": ("latents",),
+    "attend_to_one_latent": ("latents",),
+    "attend_with_summaries": ("patterns",),
+    "beginning_of_talking_heads": ("talking_heads",),
+    "check_global_mask": ("linear_attention", "patterns"),
+    "check_kernels": ("linear_attention",),
+    "check_patterns": ("linear_attention", "patterns"),
+    "check_together": ANY,
+    "checked_layer_values": ("unequal_layers",),
+    "compression_of": ("patterns",),
+    "drawn_names": ("linear_attention",),
+    "from_per_layer_config": ("unequal_layers",),
+    "init_kernel": ("linear_attention",),
+    "install_kernel": ("linear_attention",),
+    "kernel_class": ("linear_attention",),
+    "keep_window": ("linear_attention", "patterns"),
+    "one_latent_serves": ("latents",),
+    "pattern_class": ("patterns",),
+    "projection_shapes": ("talking_heads",),
+    "projection_std": ("talking_heads",),
+    "score_of": ("additive_score",),
+    "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
+    "shared_latent": ("latents",),
+    "summary_table": ("patterns",),
+    "attend_with_mechanisms": ("additive_score", "linear_attention", "patterns", "talking_heads"),
+}
+# A stub has the name of what it stands for.
+STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
+
+
+class _Definition(NamedTuple):
+    """A statement at the top of a module, with the comment above it.
+
+    Args:
+        text: its source.
+        names: what it defines; nothing for a statement that only has an effect.
+        uses: the names in it.
+        node: its syntax tree.
+    """
+
+    text: str
+    names: frozenset[str]
+    uses: frozenset[str]
+    node: ast.stmt
+
+
+class _Module(NamedTuple):
+    """A module of `modeling/`.
+
+    Args:
+        name: its name without folders.
+        file: the name of the file that it becomes a part of, without ".py".
+        docstring: the source of its docstring.
+        body: its statements in order, without the docstring and `__all__`.
+        imported: for each name that it imports from another module of `modeling/`: that module and the name there.
+        needed: the modules that must run before it.
+    """
+
+    name: str
+    file: str
+    docstring: str
+    body: list[_Definition]
+    imported: dict[str, tuple[str, str]]
+    needed: list[str]
+
+
+@cache  # each checkpoint of a training writes the same code
+def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | None) -> Mapping[str, str]:
+    """Return the files of a repository: {file name: text}.
+
+    Args:
+        roots: (module, name) of what the repository must define; the name "*" stands for all of a module.
+        mechanisms: the mechanisms of the model; None = all there are.
+
+    Example:
+        >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
+    """
+    modules = _read_modules()
+    stubs = {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not _is_included(needed_by, mechanisms)}
+    reached = _reached(modules, roots, stubs)
+    files: dict[str, list[_Module]] = {}
+    for module in _in_order(modules, {name for name, _ in reached}):
+        files.setdefault(module.file, []).append(module)
+    texts = {f"{file}.py": _file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
+    return _with_constants(texts, mechanisms)
+
+
+def file_names() -> set[str]:
+    """Return the names of all files that a repository may have."""
+    return {f"{_file_of(path)}.py" for path in FOLDER.rglob("*.py") if path.stem not in ("__init__", "code_builder")}
+
+
+def _is_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
+    return bool(needed_by) and (mechanisms is None or not mechanisms.isdisjoint(needed_by))
+
+
+def _file_of(path: Path) -> str:
+    folder = path.relative_to(FOLDER).parts[0] if path.parent != FOLDER else BASE
+    return path.stem if folder == NOT_JOINED else f"attn_variants_{folder}"
+
+
+@cache
+def _read_modules() -> dict[str, _Module]:
+    return {path.stem: _read_module(path) for path in sorted(FOLDER.rglob("*.py")) if path.stem != "__init__"}
+
+
+def _read_module(path: Path) -> _Module:
+    text = path.read_bytes().decode()
+    lines, tree = text.splitlines(), ast.parse(text)
+    docstring, end = "", 0
+    body: list[_Definition] = []
+    imported: dict[str, tuple[str, str]] = {}
+    needed: list[str] = []
+    for node in tree.body:
+        start = min([node.lineno, *(line.lineno for line in getattr(node, "decorator_list", []))]) - 1
+        source = "\n".join(lines[end:start]).strip("\n"), "\n".join(lines[start : node.end_lineno])
+        end = node.end_lineno or node.lineno
+        if not body and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not docstring:
+            docstring = source[1]
+            continue
+        names = frozenset(_defined(node))
+        if "__all__" in names:
+            continue
+        is_own_import = isinstance(node, ast.ImportFrom) and node.level > 0
+        if _is_for_type_checkers(node):
+            continue
+        if not is_own_import:
+            comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
+            whole = f"{comment}\n{source[1]}" if comment else source[1]
+            body.append(_Definition(whole, names, frozenset(_used(node)), node))
+        for child in ast.walk(node):
+            if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
+                module = child.module.rpartition(".")[2]
+                imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
+                needed += [module] if is_own_import else []
+    return _Module(path.stem, _file_of(path), docstring, body, imported, needed)
+
+
+def _is_for_type_checkers(node: ast.stmt) -> bool:
+    """Say whether a statement only imports for a type checker."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement at the top of a module binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.If | ast.With | ast.Try):
+        for child in (*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())):
+            yield from _defined(child)
+        for handler in getattr(node, "handlers", ()):
+            for child in handler.body:
+                yield from _defined(child)
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from (child.id for child in ast.walk(target) if isinstance(child, ast.Name))
+
+
+def _used(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement uses, also those in quoted annotations."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and len(child.value) < 200:
+            yield from re.findall(r"[A-Za-z_]\w*", child.value) if _is_annotation(child.value) else ()
+
+
+def _is_annotation(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*(\[[\w\s,.|\[\]]*\])?(\s*\|\s*[\w.\[\]]+)*", text) is not None
+
+
+def _reached(
+    modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
+) -> set[tuple[str, str]]:
+    """Return (module, name) of each definition that is reached from the roots, those of stubs among them."""
+    reached: set[tuple[str, str]] = set()
+    wanted: list[tuple[str, str]] = []
+    begun: set[str] = set()
+
+    def use(module: _Module, definition: _Definition) -> None:
+        own = {name for each in module.body for name in each.names}
+        for name in definition.uses:
+            if name in own:
+                wanted.append((module.name, name))
+            elif name in module.imported:
+                wanted.append(module.imported[name])
+
+    def begin(module: _Module) -> None:
+        """Keep the statements that have an effect, such as a registration, of a module that is a part of the code."""
+        if module.name not in begun:
+            begun.add(module.name)
+            for definition in module.body:
+                if not definition.names:
+                    use(module, definition)
+
+    for name, definition_name in roots:
+        everything = [each for definition in modules[name].body for each in definition.names]
+        wanted += [(name, each) for each in (everything if definition_name == "*" else [definition_name])]
+    while wanted:
+        place = wanted.pop()
+        if place in reached or place[0] not in modules:
+            continue
+        reached.add(place)
+        module = modules[place[0]]
+        if place[1] in stubs:
+            wanted.append((BASE_STUB[0], BASE_STUB[1]))
+            continue
+        begin(module)
+        for definition in module.body:
+            if place[1] in definition.names:
+                use(module, definition)
+    return reached
+
+
+# The class of stubs, which a repository defines in its first file.
+BASE_STUB = (NAMES, "Missing")
+
+
+def _in_order(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
+    """Yield modules, each after those that it imports when it runs."""
+    done: set[str] = set()
+
+    def visit(name: str) -> Iterator[_Module]:
+        if name not in done:
+            done.add(name)
+            for needed in modules[name].needed:
+                if needed in modules:
+                    yield from visit(needed)
+            if name in names:
+                yield modules[name]
+
+    for name in sorted(names):
+        yield from visit(name)
+
+
+def _file_text(
+    parts: list[_Module],
+    modules: Mapping[str, _Module],
+    reached: set[tuple[str, str]],
+    stubs: Mapping[str, tuple[str, ...]],
+) -> str:
+    """Return the text of a file that some modules are joined into: their imports, then what is reached of each."""
+    imports: dict[str, set[str]] = {}
+    plain: dict[str, None] = {}
+    texts: list[str] = []  # the docstring of each module, and its code
+    for module in parts:
+        body: list[str] = []
+        kept: list[_Definition] = []
+        for definition in module.body:
+            names = {name for name in definition.names if (module.name, name) in reached}
+            if definition.names and not names:
+                continue
+            if stubbed := sorted(name for name in names if name in stubs):
+                body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
+                _add_import(imports, (NAMES, "Missing"), "Missing", module, modules)
+                continue
+            kept.append(definition)
+            if isinstance(definition.node, ast.Import | ast.ImportFrom):
+                _add_plain_import(plain, imports, definition.node, names)
+            else:
+                body.append(_definition_text(definition, module, modules, names))
+        uses = {name for definition in kept for name in definition.uses}
+        for name, place in module.imported.items():
+            if name in uses and place in reached:
+                _add_import(imports, place, name, module, modules)
+        if body:
+            texts += [module.docstring if kept else "", _joined(body)]
+    lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
+    future = [line for line in lines if line.startswith("from __future__")]
+    own = [line for line in lines if line.startswith("from .")]
+    rest = [line for line in lines if line not in (*future, *own)]
+    head = "\n".join([*future, *plain, *rest, *own])
+    return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
+
+
+def _add_import(
+    imports: dict[str, set[str]], place: tuple[str, str], name: str, module: _Module, modules: Mapping[str, _Module]
+) -> None:
+    """Add the import of a name of another file."""
+    source, original = place
+    if modules[source].file != module.file:
+        imports.setdefault(f".{modules[source].file}", set()).add(
+            original if name == original else f"{original} as {name}"
+        )
+
+
+def _add_plain_import(
+    plain: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
+) -> None:
+    """Add the names of an import of torch, Transformers or the standard library that are used."""
+    for alias in node.names:
+        shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+        if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
+            if isinstance(node, ast.Import):
+                plain.setdefault(f"import {shown}")
+            else:
+                imports.setdefault(node.module or "", set()).add(shown)
+
+
+def _guarded_imports(block: ast.With, names: set[str]) -> str:
+    """Return a block of imports with the names that are reached."""
+    lines = [f"with {ast.unparse(block.items[0])}:"]
+    for node in block.body:
+        imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
+        if isinstance(node, ast.ImportFrom) and imported:
+            whole = ast.ImportFrom(module=node.module, names=imported, level=node.level)
+            line = f"    {ast.unparse(whole)}"
+            if len(line) > LINE_LENGTH:
+                inside = "".join(f"        {ast.unparse(alias)},\n" for alias in imported)
+                line = f"    from {node.module} import (\n{inside}    )"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _joined(parts: list[str]) -> str:
+    """Return statements with two blank lines around each function and class."""
+    text = ""
+    for part in filter(None, parts):
+        is_block = re.match(r"(#.*\n)*(@|def |class |\"\"\")", part) is not None
+        gap = "\n\n\n" if is_block or text.rstrip("\n").split("\n")[-1].startswith((" ", ")")) else "\n"
+        text = f"{text.rstrip()}{gap if text else ''}{part}"
+    return text
+
+
+def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
+    """Return the source of a statement, with imports inside it changed to those of a repository.
+
+    Args:
+        names: what is reached of the statement; a block of guarded imports keeps these names only.
+    """
+    if isinstance(definition.node, ast.With):
+        return _guarded_imports(definition.node, names)
+    lines = definition.text.split("\n")
+    end = definition.node.end_lineno or definition.node.lineno
+    first = end - len(lines) + 1  # the line of the module at which the text begins
+    inner = [each for each in ast.walk(definition.node) if isinstance(each, ast.ImportFrom) and each.level]
+    for child in sorted(inner, key=lambda each: -each.lineno):
+        source = (child.module or "").rpartition(".")[2]
+        shown = ", ".join(map(ast.unparse, child.names))
+        is_joined = modules[source].file == module.file
+        new = "pass" if is_joined else f"from .{modules[source].file} import {shown}"
+        lines[child.lineno - first : (child.end_lineno or child.lineno) - first + 1] = [
+            f"{' ' * child.col_offset}{new}"
+        ]
+    return "\n".join(lines)
+
+
+def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
+    """Write into the files which mechanisms they contain, and a digest, which keeps their registered names apart."""
+    included = None if mechanisms is None else tuple(sorted(mechanisms))
+    name = f"attn_variants_{BASE}.py"
+    files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)
+    digest = hashlib.sha256("".join(files[each] for each in sorted(files)).encode()).hexdigest()[:DIGEST_LENGTH]
+    files[name] = re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', files[name], flags=re.MULTILINE)
+    return files
