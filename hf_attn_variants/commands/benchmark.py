@@ -11,7 +11,7 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
-from ..training.engine.options import parse_json
+from ..training.engine.options import parse_json_flag
 
 __all__ = ["main", "parse_args"]
 
@@ -127,7 +127,7 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parse_fields(text: str) -> dict[str, Any]:
     """Return the configuration fields of a conversion from a JSON text."""
-    fields = parse_json(text)
+    fields = parse_json_flag(text)
     if not isinstance(fields, dict) or not fields:
         raise argparse.ArgumentTypeError(
             f"""each value must be a JSON object such as '{{"kv_lora_rank": 32}}', got {text}."""

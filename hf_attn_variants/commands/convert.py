@@ -26,7 +26,7 @@ from ..conversion.calibration_settings import (
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.fields.field_texts import describe_field
-from ..training.engine.options import parse_json
+from ..training.engine.options import parse_json_flag
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -205,7 +205,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
             elif row.kind is list:
                 options["nargs"] = "*" if prefix and row.inherits else "+"
             else:
-                options["type"] = parse_json if row.kind is dict else row.kind
+                options["type"] = parse_json_flag if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)
 
 

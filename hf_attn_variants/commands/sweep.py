@@ -127,9 +127,9 @@ def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict
     """Write and return the results of all finished runs, including those of other calls of the sweep."""
     from ..files import atomic_write, write_picture
     from ..sweep.runner import collect, draw_sweep, markdown
-    from ..training.engine.checkpoints import held_folder
+    from ..training.engine.checkpoints import lock_folder
 
-    with held_folder(str(output_dir)):  # otherwise another call could overwrite newer results
+    with lock_folder(str(output_dir)):  # otherwise another call could overwrite newer results
         for folder in folders:
             folder.read()
         results = collect(sweep, folders)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..training.engine.options import alternatives, fields_by_group
+from ..training.engine.options import get_field_types, group_fields
 from ..training.engine.settings import NewModelSettings, TrainingSettings
 
 __all__ = ["parse_settings", "settings_parser", "train_and_push", "training_command"]
@@ -28,7 +28,7 @@ def settings_parser(settings: type[TrainingSettings], script: str, description: 
     """
     parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
     types = get_type_hints(settings)
-    for title, fields in fields_by_group(settings):
+    for title, fields in group_fields(settings):
         group = parser.add_argument_group(title)
         for setting in fields:
             if setting.name == "model_name_or_path":
@@ -129,7 +129,7 @@ def _make_flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str,
         flag["default"] = setting.default
     else:
         flag["required"] = True
-    kind = alternatives(annotation)[0]
+    kind = get_field_types(annotation)[0]
     if kind is bool:
         return {"action": "store_true", **flag}
     if get_origin(kind) is tuple:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hf_attn_variants.model_properties import LogitsKind, logits_kind
 from hf_attn_variants.training.engine.losses import token_cross_entropy
-from hf_attn_variants.training.engine.models import named_attentions, select_trainable
+from hf_attn_variants.training.engine.models import iterate_attentions, select_trainable
 from hf_attn_variants.training.uptraining import objective
 from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,
@@ -204,7 +204,7 @@ def test_every_layer_and_attention_is_recorded(architecture, upstream):
 
 def test_alberts_shared_attention_is_recorded_once_a_layer():
     model = ALBERT.model("AlbertModel", "gqa")
-    assert len(list(named_attentions(model))) == 1
+    assert len(list(iterate_attentions(model))) == 1
     outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
     assert len(outputs) == 2 and not torch.equal(*outputs)
 
