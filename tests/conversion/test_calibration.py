@@ -271,7 +271,7 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts of at most 48 tokens." in _told(tmp_path / "text")
+    assert "The calibration used 512 texts of at most 48 tokens" in _told(tmp_path / "text")
     assert found["none"]["calibration"] is None
     assert "Calibration:" not in _told(tmp_path / "none")
     assert settings["held_out"] == 128
