@@ -224,7 +224,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
     with caplog.at_level(logging.INFO):
         resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
-    assert f"going on from {out / 'checkpoint-3'}, step 3 of {whole['steps']}" in caplog.text
+    assert f"Resuming from {out / 'checkpoint-3'} at step 3 of {whole['steps']}" in caplog.text
     assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     for changed, name in (

@@ -622,7 +622,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
             ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
-            ".hiden_size. is not a field of .*; did you mean hidden_size",
+            ".hiden_size. is not a field of .*. Did you mean hidden_size",
         ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
