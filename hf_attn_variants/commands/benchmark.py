@@ -11,7 +11,7 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
-from ..training.engine.options import parse_json
+from ..training.engine.options import parse_json_flag
 
 __all__ = ["main", "parse_args"]
 
@@ -118,7 +118,7 @@ def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _fields(text: str) -> dict[str, Any]:
     """Return the fields of a conversion, as JSON has them."""
-    fields = parse_json(text)
+    fields = parse_json_flag(text)
     if not isinstance(fields, dict) or not fields:
         raise argparse.ArgumentTypeError(f"""an object is needed, as '{{"kv_lora_rank": 32}}'; got {text}""")
     return fields

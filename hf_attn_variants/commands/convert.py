@@ -25,7 +25,7 @@ from ..conversion.calibration_settings import (
 )
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
-from ..training.engine.options import parse_json
+from ..training.engine.options import parse_json_flag
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -184,7 +184,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) ->
             elif row.kind is list:
                 options["nargs"] = "*" if prefix and row.inherits else "+"
             else:
-                options["type"] = parse_json if row.kind is dict else row.kind
+                options["type"] = parse_json_flag if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)
 
 

@@ -125,9 +125,9 @@ def _write(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, An
     """Write and return the results of all finished runs, with those of other calls of the sweep."""
     from ..files import atomic_write, write_picture
     from ..sweep.runner import collect, draw_sweep, markdown
-    from ..training.engine.checkpoints import held_folder
+    from ..training.engine.checkpoints import lock_folder
 
-    with held_folder(str(output_dir)):  # another call would write older results over these
+    with lock_folder(str(output_dir)):  # another call would write older results over these
         for folder in folders:
             folder.read()
         found = collect(sweep, folders)

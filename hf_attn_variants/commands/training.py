@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..training.engine.options import alternatives, fields_by_group
+from ..training.engine.options import get_field_types, group_fields
 from ..training.engine.settings import NewModelSettings, TrainingSettings
 
 __all__ = ["parse_settings", "settings_parser", "train_and_push", "training_command"]
@@ -27,7 +27,7 @@ def settings_parser(settings: type[TrainingSettings], script: str, description: 
     """
     parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
     types = get_type_hints(settings)
-    for title, fields in fields_by_group(settings):
+    for title, fields in group_fields(settings):
         group = parser.add_argument_group(title)
         for each in fields:
             if each.name == "model_name_or_path":
@@ -113,7 +113,7 @@ def _flag(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
         flag["default"] = each.default
     else:
         flag["required"] = True
-    kind = alternatives(annotation)[0]
+    kind = get_field_types(annotation)[0]
     if kind is bool:
         return {"action": "store_true", **flag}
     if get_origin(kind) is tuple:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
-from ..training.engine.checkpoints import FolderInUseError, held_folder, list_checkpoints
+from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
 from .plan import CONVERTED, TRAINED, Run, Sweep, axis_name
 
 __all__ = ["DEFAULT_METRICS", "LOG_NAME", "RunFolder", "collect", "draw_sweep", "markdown"]
@@ -64,7 +64,7 @@ class RunFolder:
         make_folders(self.path)
         before = signal.signal(signal.SIGTERM, _terminate)
         try:
-            with suppress(FolderInUseError), held_folder(str(self.path), 0):
+            with suppress(FolderInUseError), lock_folder(str(self.path), 0):
                 self.read()
                 if self.results is None:
                     self._execute()

@@ -120,16 +120,16 @@ def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signals = StopSignals()
-        with signals.noticed():
+        with signals.watch():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             assert signals.number == signal.SIGINT
-            monkeypatch.setattr(checkpoints, "SAME_CTRL_C", -1.0)
+            monkeypatch.setattr(checkpoints, "CTRL_C_REPEAT_SECONDS", -1.0)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with StopSignals().noticed():
+        with StopSignals().watch():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
     finally:
         signal.signal(signal.SIGINT, before)

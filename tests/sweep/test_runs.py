@@ -18,7 +18,7 @@ from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
 from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
-from hf_attn_variants.training.engine.checkpoints import held_folder
+from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 # Of a run these differ from one time to the next.
 TIMES = ("runtime", "per_second", "date", "arguments")
@@ -280,7 +280,7 @@ def half_done(undisturbed, tmp_path, monkeypatch):
 def test_a_run_of_another_call_is_left_to_it(half_done, sweep_file):
     last = half_done / "runs/grouped/seed-1"
     last.mkdir()
-    with held_folder(str(last)):
+    with lock_folder(str(last)):
         assert run(sweep_file, half_done) == 0
     assert not [*last.iterdir()] and "1 of 2" in (half_done / "sweep_results.md").read_text()
 
@@ -299,7 +299,7 @@ def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbe
 
 def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, monkeypatch):
     monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
-    with held_folder(str(undisturbed)):
+    with lock_folder(str(undisturbed)):
         assert run(sweep_file, undisturbed) == 2
     assert "is in use" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.outputs import save_bad_batch
-from hf_attn_variants.training.engine.settings import total_training_steps
+from hf_attn_variants.training.engine.settings import count_training_steps
 
 
 @pytest.fixture(autouse=True)
@@ -274,7 +274,7 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
     AcceleratorState._reset_state(reset_partial_state=True)
     loop = make_loop(tmp_path, evaluate=lambda: {"accuracy": 1.0}, resume_from_checkpoint="latest")
-    assert loop.run().step == 3 and not loop.scores_are_current()
+    assert loop.run().step == 3 and not loop.has_current_scores()
 
 
 def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
@@ -285,7 +285,7 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     (tmp_path / "stopped").mkdir()
     stopped = make_loop(tmp_path / "stopped", total_steps=50, evaluate=evaluate_and_run_out_of_time, eval_steps=2)
     stopped.run()
-    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.scores_are_current()
+    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.has_current_scores()
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
@@ -293,11 +293,11 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
         found = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
         loop.run()
-        assert loop.scores_are_current() == current
+        assert loop.has_current_scores() == current
         AcceleratorState._reset_state(reset_partial_state=True)
     last = make_loop(tmp_path / "down", evaluate=lambda: {"a": 1.0}, eval_steps=1)
     last.run()
-    assert last.scores_are_current()
+    assert last.has_current_scores()
 
 
 def test_the_last_losses_are_looked_at_where_no_window_is_full(tmp_path):
@@ -379,7 +379,7 @@ def test_a_stream_without_length_trains_over_its_ends(tmp_path):
     state = loop.run()
     assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
     with pytest.raises(ValueError, match="give --max_train_steps"):
-        total_training_steps(None, 1, 3.0, None)
+        count_training_steps(None, 1, 3.0, None)
 
 
 def test_empty_data_is_an_error(tmp_path):
@@ -412,5 +412,5 @@ def test_best_weights_come_back_and_nan_metrics_never_win(tmp_path):
 
 
 def test_total_steps():
-    assert total_training_steps(10, 4, 3.0, None) == 9 and total_training_steps(10, 4, 0.5, None) == 2
-    assert total_training_steps(10, 4, 3.0, 5) == 5 and total_training_steps(10, 1, 0, None) == 0
+    assert count_training_steps(10, 4, 3.0, None) == 9 and count_training_steps(10, 4, 0.5, None) == 2
+    assert count_training_steps(10, 4, 3.0, 5) == 5 and count_training_steps(10, 1, 0, None) == 0

@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
-from hf_attn_variants.training.engine.models import load_or_make_model, new_config, read_overrides
+from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides
 
 NAMES = [name for row in FIELDS for name in row.names]
 SIZES = {
@@ -69,7 +69,7 @@ def argv(fields):
 
 def config_of(command, model_type, *more):
     needed = ["--model_type", model_type, "--tokenizer_name", "x", "--output_dir", "o", "--max_train_steps", "1"]
-    return new_config(command.parse_args([*needed, "--train_file", "a", *more]), Tokenizer())
+    return make_new_config(command.parse_args([*needed, "--train_file", "a", *more]), Tokenizer())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +120,7 @@ def test_a_flag_is_of_a_model_from_scratch():
     ],
 )
 def test_overrides_are_json_or_plain_text(text, found):
-    assert read_overrides(text) == found
+    assert parse_overrides(text) == found
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_overrides_are_json_or_plain_text(text, found):
 )
 def test_overrides_that_are_wrong_say_the_field(text, message):
     with pytest.raises(ValueError, match=f"--config_overrides:? ?{message}"):
-        read_overrides(text)
+        parse_overrides(text)
 
 
 def test_overrides_make_what_flags_make():
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_built_is_a_clear_error(command, model_type, over
     settings = command.parse_args([*needed, "--train_file", "a", "--config_overrides", overrides])
     auto_class = AutoModelForMaskedLM if model_type == "bert" else AutoModelForSeq2SeqLM
     with pytest.raises(ValueError, match=message):
-        load_or_make_model(settings, new_config(settings, Tokenizer()), auto_class)
+        load_or_make_model(settings, make_new_config(settings, Tokenizer()), auto_class)
 
 
 def test_a_vocabulary_that_the_tokenizer_does_not_fit_is_refused():

@@ -45,9 +45,9 @@ from hf_attn_variants.commands.pretrain import main, parse_args
 from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.models import new_config
-from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, word_starts
-from hf_attn_variants.training.engine.tokenizers import vocabulary_size
+from hf_attn_variants.training.engine.models import make_new_config
+from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, find_word_starts
+from hf_attn_variants.training.engine.tokenizers import get_vocabulary_size
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 from hf_attn_variants.training.pretraining.task import attention_zeroed, context_results, shuffle_positions
 
@@ -170,7 +170,7 @@ def test_pairs_that_cannot_be_made(tokenizer, blocks):
 
 def test_whole_words_are_masked_whole(tokenizer, blocks):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.3, seed=0, whole_words=True)
-    starts = word_starts(tokenizer)
+    starts = find_word_starts(tokenizer)
     whole = parts = 0
     for i, block in enumerate(blocks):
         chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED_LABEL
@@ -190,8 +190,8 @@ def test_a_vocabulary_may_have_gaps(tmp_path):
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), pieces, strict=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **{f"{name}_token": v for name, v in names.items()})
     ids = np.array(tokenizer("talking heads", add_special_tokens=False)["input_ids"])
-    assert ids.tolist() == [15, 18, 21] and vocabulary_size(tokenizer) == 22
-    assert word_starts(tokenizer)[ids].tolist() == [True, False, True]
+    assert ids.tolist() == [15, 18, 21] and get_vocabulary_size(tokenizer) == 22
+    assert find_word_starts(tokenizer)[ids].tolist() == [True, False, True]
     prepare = MaskedLMPreparation(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
     args = parse_args(
@@ -206,7 +206,7 @@ def test_a_vocabulary_may_have_gaps(tmp_path):
             *scratch(),
         ]
     )
-    assert new_config(args, tokenizer).vocab_size == 22
+    assert make_new_config(args, tokenizer).vocab_size == 22
 
 
 def test_words_of_byte_level_pieces():
@@ -216,7 +216,7 @@ def test_words_of_byte_level_pieces():
     raw.train_from_iterator([LICENCE.read_text()], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
     ids = tokenizer("Redistribution (of licenses), 2004.")["input_ids"]
-    starts, words = word_starts(tokenizer)[ids], []
+    starts, words = find_word_starts(tokenizer)[ids], []
     for token, begins in zip(tokenizer.convert_ids_to_tokens(ids), starts, strict=True):
         words = [*words, token] if begins or not words else [*words[:-1], words[-1] + token]
     assert words == ["Redistribution", "Ġ(of", "Ġlicenses", ")", ",", "Ġ2004", "."]
@@ -226,7 +226,7 @@ def test_words_of_byte_level_pieces():
 def test_words_of_sentencepiece(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
-    tokens, starts = tokenizer.convert_ids_to_tokens(ids), word_starts(tokenizer)[ids]
+    tokens, starts = tokenizer.convert_ids_to_tokens(ids), find_word_starts(tokenizer)[ids]
     words = []
     for token, begins in zip(tokens, starts, strict=True):
         words = [*words, token] if begins else [*words[:-1], words[-1] + token]
@@ -380,7 +380,7 @@ def test_a_new_bert_reads_windows(run, tokenizer):
 def test_fields_of_variants_may_be_overrides(tokenizer):
     fields = "encoder_attention_pattern=fixed,encoder_attention_block_size=4,encoder_num_summary_tokens=1"
     settings = SimpleNamespace(model_type="t5", config_overrides=fields, dropout_rate=None)
-    config = new_config(settings, tokenizer)
+    config = make_new_config(settings, tokenizer)
     assert config.model_type == "attn_variant_t5" and config.encoder_attention_block_size == 4
 
 

@@ -17,9 +17,9 @@ from ...inspection.sentence_similarity import mean_pooled
 from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
-from ..engine.finetune import Scores
-from ..engine.losses import Term, sums_by_example, token_cross_entropy
-from ..engine.models import named_attentions
+from ..engine.finetune import MetricEvaluator
+from ..engine.losses import Term, sum_by_example, token_cross_entropy
+from ..engine.models import iterate_attentions
 from ..engine.outputs import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
 from .data import in_pieces
@@ -81,7 +81,7 @@ class ActivationRecorder:
         self.answer = answer_of(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
         if attention_outputs:
-            for site, _, module in named_attentions(model):
+            for site, _, module in iterate_attentions(model):
                 side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
                 self._keep_output(module.get_submodule(site.output), side)
 
@@ -219,7 +219,7 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-    return sums_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
+    return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
 def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
@@ -419,7 +419,7 @@ def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: Answ
     return student, teacher
 
 
-class UptrainingEvaluator(Scores):
+class UptrainingEvaluator(MetricEvaluator):
     """Evaluates held-out rows: "loss", its terms ("embedding_cosine" for that distance) and, where asked for, "bleu".
 
     Args:
