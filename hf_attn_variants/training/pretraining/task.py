@@ -349,7 +349,7 @@ def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None
     if not results["gate_passed"]:
         logger.warning(
             "The model is still a %s model. It does not use its context, so experiments on its attention show "
-            "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or a smaller "
-            "vocabulary.",
+            "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or "
+            "a smaller vocabulary.",
             task.without_context,
         )

@@ -86,8 +86,8 @@ class TextFile:
         """Yield the articles from `offset` on, each with its own offset.
 
         Raises:
-            OSError: If the file cannot be read, is an incomplete gzip file, or is not UTF-8. The message names the file
-                and the position in its text.
+            OSError: If the file cannot be read, is an incomplete gzip file, or is not UTF-8. The message names the
+                file and the position in its text.
             ValueError: If the file has a null character, so that it is not text.
         """
         begin, lines, size = offset, [], 0
@@ -240,7 +240,7 @@ def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False
         if not file.path.exists():
             raise FileNotFoundError(f"There is no file {file.path}. Correct the path.")
         if file.path.is_dir():
-            raise OSError(f"{file.path} must be a file, but is a folder. Give its files, such as {file.path}/*.txt.gz.")
+            raise OSError(f"{file.path} must be a file, but is a folder. Give files, such as {file.path}/*.txt.gz.")
         if is_table(file.path):
             raise ValueError(
                 f"{file.path} must be a text file, but is a table. Write its texts into a .txt file, or give the "
@@ -444,7 +444,6 @@ def pack_blocks(
 
     Yields:
         The token ids of a block [length], and the position of its start.
-    """
     """
     reserved = _reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)

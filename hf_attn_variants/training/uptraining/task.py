@@ -67,10 +67,10 @@ logger = logging.getLogger(__name__)
 
 
 def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
-    """Return the settings with the accumulation steps by which a step has `total_train_batch_size` examples.
+    """Return the settings with the number of accumulation steps for `total_train_batch_size` examples per step.
 
     Raises:
-        ValueError: if that is no multiple of what all processes read at once, or DeepSpeed would have to accumulate.
+        ValueError: If `total_train_batch_size` is not a multiple of the examples that all processes read at once.
     """
     total, processes = settings.total_train_batch_size, accelerator.num_processes
     if total is None:
@@ -78,8 +78,8 @@ def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> Up
     at_once = settings.per_device_train_batch_size * processes
     if total % at_once:
         raise ValueError(
-            f"--total_train_batch_size {total} is no multiple of the {at_once} examples that {processes} process(es) "
-            f"with --per_device_train_batch_size {settings.per_device_train_batch_size} read at once: change one"
+            f"--total_train_batch_size must be a multiple of {at_once}, the number of processes ({processes}) times "
+            f"--per_device_train_batch_size ({settings.per_device_train_batch_size}), got {total}. Change one of them."
         )
     fitted = replace(settings, total_train_batch_size=None, gradient_accumulation_steps=total // at_once)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -88,53 +88,60 @@ def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> Up
 
 
 def sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
-    """Return the examples of a step on all processes."""
-    of_a_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    return of_a_device * accelerator.num_processes
+    """Return the number of examples per step on all processes."""
+    per_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    return per_device * accelerator.num_processes
 
 
 def mean_step(examples: int, steps: int) -> int | float:
-    """Return the examples that a step read on average: fewer than asked for, where the text ended within steps."""
+    """Return the mean number of examples per step. It is less than the batch size if the text ended within steps."""
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
 def step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
-    """Say how many sequences a step reads, and how many tokens, where none is padding."""
+    """Describe the numbers of sequences and tokens per step, without padding."""
     sequences = sequences_per_step(settings, accelerator)
     return (
-        f"a step reads {sequences} sequences ({accelerator.num_processes} process(es), "
-        f"{settings.per_device_train_batch_size} at a time, accumulated {settings.gradient_accumulation_steps} "
-        f"time(s)): {sequences * prepare.input_length} tokens of inputs and {sequences * prepare.target_length} of "
-        "targets"
+        f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
+        f"{settings.per_device_train_batch_size}, accumulation steps: {settings.gradient_accumulation_steps}). These "
+        f"are {sequences * prepare.input_length} input tokens and {sequences * prepare.target_length} target tokens."
     )
 
 
 DEFAULT_STEPS = 300
-# Of a task's own head; the other objectives take the class that the checkpoint was saved from.
+# The classes of objectives with their own head. Other objectives use the class that the checkpoint was saved from.
 AUTO_CLASSES: dict[str, Any] = {
     "mlm": AutoModelForMaskedLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     SPAN_CORRUPTION: AutoModelForSeq2SeqLM,
 }
-# Rows of the training text whose activations say what variance an error is divided by.
+# The number of training rows for measuring the variances that errors are divided by.
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
 RISING_METRICS = ("embedding_cosine", "bleu")
-# A teacher drops nothing, and what a student drops it could only answer with noise. T5's released checkpoints (1.1)
-# were pretrained without.
+# Objectives without dropout. A teacher has no dropout, so the student could reproduce its outputs only with noise. The
+# released checkpoints of T5 1.1 were pretrained without dropout.
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
 class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
-    """Training on of a converted checkpoint (arXiv:2305.13245, section 2.1), with or without a teacher.
+    """Uptraining of a converted checkpoint (arXiv 2305.13245, section 2.1), with or without a teacher.
 
-    The results have `eval_loss`, each term of the loss and other dev metrics after training, and the same as
-    `initial_eval_<metric>` before it.
+    The results contain `eval_loss`, the terms of the loss and other dev metrics after training. The metrics before
+    training are called `initial_eval_<metric>`.
+
+    Example:
+        ```python
+        settings = UptrainingSettings(
+            model_name_or_path="bert-gqa4", objective="mlm", train_file=("text.txt",), output_dir="out"
+        )
+        results = fine_tune(Uptraining, settings)
+        ```
     """
 
     rows: TextRows
 
-    # Of the merged model, where updates were trained beside the weights.
+    # The number of parameters of the merged model after LoRA.
     num_parameters: int | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
@@ -164,6 +171,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
+        """Read the text of the run."""
         settings = self.settings
         if settings.is_stream:
             return UptrainingStream(settings, self.config, self.tokenizer)
@@ -172,7 +180,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return data
 
     def _load_config(self) -> None:
-        """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
+        """Load the configuration for training, and remember its dropout probabilities for the saved one."""
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
@@ -181,12 +189,16 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             set_dropout(self.config, 0.0)
 
     def _decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
-        found = self._model_class(source, config)
-        if not issubclass(found, PreTrainedModel):  # an Auto class; upstream's and ours read the same
-            found = variant_model_class(variant_config_class(config.model_type).auto_classes[found.__name__])
-        return decoder_input(found, config)
+        """Return the kind of input of the decoder of a model."""
+        model_class = self._model_class(source, config)
+        # The variant of an Auto class reads the same input as the class of Transformers.
+        if not issubclass(model_class, PreTrainedModel):
+            auto_classes = variant_config_class(config.model_type).auto_classes
+            model_class = variant_model_class(auto_classes[model_class.__name__])
+        return decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
+        """Load the configuration of the teacher, and check that it can be compared with that of the model."""
         settings, weights = self.settings, self.weights
         self.of_teacher = self.teacher_config = None
         if settings.teacher is None:
@@ -202,24 +214,26 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         reads = self._decoder_input(self.of_teacher, self.teacher_config)
         if reads is not self.reads and not (reads.is_target and self.reads.is_target):
             raise ValueError(
-                f"both get the same inputs: the decoder of --teacher {settings.teacher} reads {reads.value}; that of "
-                f"{settings.model_name_or_path} {self.reads.value}"
+                f"--teacher {settings.teacher} must have a decoder that reads {self.reads.value}, as "
+                f"{settings.model_name_or_path}, but it reads {reads.value}. Use another teacher."
             )
 
     def _check_teacher_tokenizer(self) -> None:
+        """Check that the teacher has the vocabulary of the model."""
         if self.of_teacher is None:
             return
         try:
-            others = load_tokenizer(self.of_teacher, None)
-        except OSError:  # a folder with weights alone is a teacher too
+            teacher_tokenizer = load_tokenizer(self.of_teacher, None)
+        except OSError:  # a teacher may have no tokenizer
             return
-        if others.get_vocab() != self.tokenizer.get_vocab():
+        if teacher_tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                f"--teacher {self.settings.teacher} has another vocabulary than "
-                f"{self.settings.model_name_or_path}: it would see other words"
+                f"--teacher {self.settings.teacher} must have the same vocabulary as "
+                f"{self.settings.model_name_or_path}, because both read the same token ids. Use another teacher."
             )
 
     def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+        """Return the class of a model for the objective."""
         return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
@@ -239,6 +253,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return model
 
     def _load_teacher(self) -> Teacher | None:
+        """Load the teacher, or return None."""
         if self.of_teacher is None or self.teacher_config is None:
             return None
         model_class = self._model_class(self.of_teacher, self.teacher_config)
@@ -252,27 +267,31 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         )
 
     def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of the first `count` training rows on the device."""
         rows = self.data.first(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
     def _measure_variances(self) -> None:
+        """Measure the variances of the teacher if a term needs them."""
         objective, weights = self.uptraining_objective, self.weights
         of_scores = weights.logits > 0 and objective.recorder.answer is Answer.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
-        teacher: Any = objective.teacher  # whose layers and scores the terms compare
+        teacher: Any = objective.teacher  # it exists, because these terms need it
         teacher.measure_variances(
             (model_inputs(batch), objective.masks(batch))
             for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
     def _freeze_unused(self) -> None:
+        """Freeze the parameters that the loss does not depend on."""
         objective, model = self.uptraining_objective, self.model
         batch = next(self._first_batches(2, 2))
         unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
         if unused:
-            logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
+            message = "These parameters are frozen, because the loss does not depend on them: %s."
+            logger.info(message, ", ".join(unused))
 
     def objective(self) -> Objective:
         uptraining = self.uptraining_objective
@@ -293,8 +312,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def total_steps(self, batches_per_epoch: int | None) -> int:
         settings, steps = self.settings, self.settings.max_train_steps
-        if (of_alpha := settings.alpha_steps) is not None:
-            steps = of_alpha
+        if (alpha_steps := settings.alpha_steps) is not None:
+            steps = alpha_steps
         elif steps is None and settings.num_train_epochs is None:
             steps = DEFAULT_STEPS
         total = count_training_steps(
@@ -305,9 +324,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return total
 
     def _say_length(self, steps: int) -> None:
+        """Log the length of the training."""
         settings = self.settings
         if settings.alpha is not None:
-            logger.info("%d steps: %s of %d, rounded up", steps, settings.alpha, settings.pretraining_steps)
+            message = "Training takes %d steps, which is %s of %d, rounded up."
+            logger.info(message, steps, settings.alpha, settings.pretraining_steps)
         if steps and isinstance(self.data, UptrainingStream):
             logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
             self.data.warn_of_short_steps(sequences_per_step(settings, self.accelerator))
@@ -339,7 +360,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
             **self.data.fingerprint(),
-            "held-out rows": len(self.data.held_out),  # always: the scores before and after are of the same rows
+            # The metrics before and after training must come from the same rows.
+            "held-out rows": len(self.data.held_out),
             **self.dev_fingerprint(),
         }
 
@@ -348,19 +370,19 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
         metrics = evaluator()
-        wanted = loop.settings.metric_for_best_model
-        if loop.settings.keep_best and wanted not in metrics:
-            raise ValueError(f"--metric_for_best_model {wanted!r}: the dev metrics are {', '.join(metrics)}")
+        best_metric = loop.settings.metric_for_best_model
+        if loop.settings.keep_best and best_metric not in metrics:
+            raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {best_metric!r}.")
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLossError(
-                f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no "
-                "numbers"
+                f"The held-out loss must be finite before training, got {metrics['loss']}. Check the outputs of the "
+                "checkpoint and of its teacher."
             )
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
     def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
-        # Scored before the updates are merged into the weights, which rounds in another way.
+        # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
         for name, value in self.own_dropout.items():
@@ -375,15 +397,16 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
-        own += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
-        add_files = partial(_copy_side_files, self.settings, own)
+        """Save the model with the other files of the original model."""
+        new_files = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
+        new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
+        add_files = partial(_copy_side_files, self.settings, new_files)
         outputs.save_model(
             self.accelerator, model, self.tokenizer, self.settings, history, self.carried, add_files=add_files
         )
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
-        """Nothing more: `after_training` did it."""
+        """Do nothing, because `after_training` has evaluated the model."""
 
     def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
@@ -393,13 +416,13 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
-        found = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
+        results = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
         if self.num_parameters is not None:
-            found["num_parameters"] = self.num_parameters
+            results["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            read = mean_step(*self.read) if self.read[1] else sequences_per_step(settings, self.accelerator)
-            found |= self.data.results() | {"sequences_per_step": read}
-        return found
+            sequences = mean_step(*self.read) if self.read[1] else sequences_per_step(settings, self.accelerator)
+            results |= self.data.results() | {"sequences_per_step": sequences}
+        return results
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(
@@ -410,36 +433,39 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read what the trained model has no place for, such as the pooler of a BERT that was saved with it.
+    """Read the tensors of a checkpoint that the trained model does not have, such as the pooler of a BERT model.
 
-    A head that is put on the result wants them: it would begin with weights drawn anew.
+    They are saved with the model. A head that needs them would otherwise start with random weights.
     """
     if not names:
         return {}
     try:
         with open_checkpoint(resolve_source(source)) as reader:
-            found = {name: reader.read(name) for name in names if name in reader.entries}
-    except ValueError as error:  # a pickle
-        logger.warning("not carried over: %s (%s)", ", ".join(names), error)
+            tensors = {name: reader.read(name) for name in names if name in reader.entries}
+    except ValueError as error:  # the checkpoint is a pickle file
+        logger.warning(
+            "These tensors are not saved with the model: %s. They cannot be read (%s).", ", ".join(names), error
+        )
         return {}
-    # In float32, as the trained weights; old checkpoints also hold numbers of positions.
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    # Use float32 like the trained weights, except for integers such as the position ids of old checkpoints.
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: Path) -> None:
-    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole.
+def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
+    """Copy the other files of the original model to the output folder.
 
-    A card is of the source; its terms are in the history.
+    Files that the training has written are not copied: `new_files`, code, and the files of another tokenizer. The
+    model card is not copied either, because it describes the original model. The history contains its license.
     """
     if outputs.is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])
-    # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
-    kept = [
+    # The model was saved with its code, and another tokenizer must not be overwritten.
+    names = [
         name
         for name in copied
-        if not (output / name).exists() or not (name in own or name.endswith(".py") or settings.tokenizer_name)
+        if not (output / name).exists() or not (name in new_files or name.endswith(".py") or settings.tokenizer_name)
     ]
-    kept = [name for name in kept if name != CARD_NAME]
-    copy_side_files(folder, output, kept)
+    names = [name for name in names if name != CARD_NAME]
+    copy_side_files(folder, output, names)
