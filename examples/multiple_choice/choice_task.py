@@ -1,4 +1,4 @@
-"""Fine-tuning on multiple choice: the part that SuperGLUE shares, and the task for tables of questions."""
+"""Fine-tuning on multiple choice: a base class, which SuperGLUE also uses, and the task for tables of questions."""
 
 import json
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ NO_QUESTIONS = ClassificationSplit("train", make_rows({}))
 
 
 def word_question(row: dict[str, Any]) -> str:
-    r"""Return the text of a question in UnifiedQA's form (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
+    r"""Return a question in the format of UnifiedQA (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
 
-    The mark between the parts is a backslash and an n. The context is last, so that `max_length` cuts it.
+    The separator is a backslash followed by an n. The context is last, so that `max_length` truncates it.
     """
     names = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(row["choices"]))]
-    listed = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
-    parts = (row["text1"], listed) if row["question"] is None else (row["question"], listed, row["text1"])
+    choices = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
+    parts = (row["text1"], choices) if row["question"] is None else (row["question"], choices, row["text1"])
     return " \\n ".join(parts)
 
 
 class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
-    """A training of a model that chooses among texts; the `__init__` of a task sets `train` and `dev`.
+    """Training of a model that chooses among texts. The `__init__` of a subclass sets `train` and `dev`.
 
     Attributes:
-        way: how the model chooses.
-        word: makes the text that an encoder-decoder reads of a row.
-        train: the training questions; none for a run that only evaluates.
-        dev: the dev questions, or None.
-        dev_shares: the log-probabilities of their choices at the last evaluation [questions, most choices].
+        way: The model and its scores of choices.
+        word: Maps a row to the text that an encoder-decoder reads.
+        train: The training questions. Empty for a run that only evaluates.
+        dev: The dev questions, or None.
+        dev_shares: The log-probabilities of the choices at the last evaluation [questions, choices].
     """
 
     train: ClassificationSplit
@@ -77,17 +77,18 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         return MetricEvaluator(self._dev_scores) if self.dev else None
 
     def _dev_scores(self) -> dict[str, float]:
+        """Return the metrics of the dev questions."""
         self.dev_shares = self.log_shares(self.dev_set)
         return self.scores_of(self.dev_set, self.dev_shares)
 
     def scores_of(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
-        """Return the accuracy, and the loss in nats per question."""
+        """Return the accuracy, and the mean loss per question in nats."""
         labels = np.asarray(questions.labels)
         right = log_shares[np.arange(len(labels)), labels]
         return {"accuracy": float((log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
 
     def log_shares(self, questions: EvalSet) -> np.ndarray:
-        """Return the log-probabilities of the choices, minus infinity for a choice that a question does not have."""
+        """Return the log-probabilities of the choices, with minus infinity for missing choices."""
         most = max(map(len, questions.split.data["text2"]))
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -99,7 +100,7 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         return log_softmax(logits.astype(np.float64), axis=-1)
 
     def eval_set(self, split: ClassificationSplit) -> EvalSet:
-        """Return a split as it is evaluated or predicted."""
+        """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
         rows, lengths = data.remove_columns(unused), data["length"]
@@ -107,6 +108,7 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Any:
+        """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
         with self.accelerator.main_process_first():
             return self.way.tokenize(split)
 
@@ -122,7 +124,7 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
 
 
 class MultipleChoiceFineTuning(ChoiceTask):
-    """RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or a table of questions."""
+    """Fine-tuning on RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or another table of questions."""
 
     name = "multiple choice"
 
@@ -135,8 +137,8 @@ class MultipleChoiceFineTuning(ChoiceTask):
         self.dev = dev and dev.first(settings.max_eval_samples)
 
     def results(self) -> dict[str, Any]:
-        found = {name: value for name, value in self.columns.items() if value is not None}
-        return found | ({"worded": True} if self.config.is_encoder_decoder else {})
+        columns = {name: value for name, value in self.columns.items() if value is not None}
+        return columns | ({"worded": True} if self.config.is_encoder_decoder else {})
 
     def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
         return {"dev.jsonl": self._lines(self.dev_set, self.dev_shares)}
@@ -154,7 +156,7 @@ class MultipleChoiceFineTuning(ChoiceTask):
         return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
 
     def _lines(self, questions: EvalSet, log_shares: np.ndarray) -> str:
-        """Return a JSON object per question: its row, answer if known, prediction, probabilities and texts."""
+        """Return one JSON object per question: row, answer if known, prediction, probabilities and texts."""
         answer_format, lines = self.columns["answer_format"], []
         several = len({*questions.split.data["file"]}) > 1
         for i, row in enumerate(questions.split.data):

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_variants import run  # the package is imported later: `--help` does not wait for torch
+from attn_variants import run  # the package is imported later, so that `--help` does not wait for torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "multiple_choice"))  # for COPA, and for T5
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
-    """Read the command line, or `argv`, as `SuperGlueSettings`."""
+    """Parse the command line, or `argv`, as `SuperGlueSettings`."""
     from superglue_tasks import SuperGlueSettings
 
     from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/superglue/run_superglue.py"
-    return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "Examples: README.md of its folder.")
+    return parse_settings(
+        SuperGlueSettings, argv, script, str(__doc__), "See README.md in the folder of this script for examples."
+    )
 
 
 def main(settings: Any) -> dict[str, Any]:
-    """Train, evaluate and predict; return the results."""
+    """Train, evaluate and predict. Return the results."""
     from superglue_task import task_class
 
     from hf_attn_variants.commands.training import train_and_push

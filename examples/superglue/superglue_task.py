@@ -1,4 +1,4 @@
-"""The trainings on SuperGLUE: a classifier of texts, and a model that chooses (COPA, and every task for T5)."""
+"""Fine-tuning on SuperGLUE with a classifier of texts, or with a model that chooses (COPA, and all tasks of T5)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from hf_attn_variants.training.engine.models import load_config
 
 
 def task_class(settings: Any) -> type[Any]:
-    """Return the training for a task and a model."""
+    """Return the task class for a SuperGLUE task and a model."""
     chooses = get_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
     return SuperGlueChoice if chooses else SuperGlueClassification
 
 
 class _SuperGlue(FineTuningTask[Any, Any]):
-    """The part that both trainings share; `dev_logits` and `logits_of` are as `compute_metrics` expects them."""
+    """Base class of both task classes. `dev_logits` and `logits_of` have the format of `compute_metrics`."""
 
     config: Any
 
@@ -60,6 +60,8 @@ class _SuperGlue(FineTuningTask[Any, Any]):
 
 
 class _Evaluator(LogitsEvaluator):
+    """Evaluator of the dev split that also stores its logits."""
+
     def __init__(self, training: "SuperGlueClassification", *args: Any):
         super().__init__(*args)
         self.training = training
@@ -69,9 +71,10 @@ class _Evaluator(LogitsEvaluator):
 
 
 class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator]):
-    """A task as the classification of texts or pairs; each answer of MultiRC and candidate of ReCoRD is a pair.
+    """Fine-tuning of a classifier of texts or pairs. Each answer of MultiRC and each candidate of ReCoRD is a pair.
 
-    The baselines of the paper mark the words of WiC and WSC by their states; here signs in the text mark them.
+    The baselines of the paper mark the words of WiC and WSC by their hidden states. Here, symbols in the text mark
+    them.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator):
@@ -82,8 +85,9 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         self.dev_splits = [self._rows("validation")]
 
     def _rows(self, name: str) -> ClassificationSplit:
+        """Return a split as texts with labels."""
         examples = self.examples[name]
-        texts = zip(*(each for example in examples for each in example.texts), strict=True)
+        texts = zip(*(text for example in examples for text in example.texts), strict=True)
         columns: dict[str, list] = {f"text{i}": list(column) for i, column in enumerate(texts, start=1)}
         columns["index"] = [example.index[-1] for example in examples for _ in example.texts]
         if examples[0].labels is not None:
@@ -96,7 +100,7 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         return self.evaluator
 
     def dev_scores(self, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the dev split from the logits of the model, whose labels may have another order."""
+        """Return the metrics of the dev split from logits in the order of the model's outputs."""
         self.dev_logits = logits[:, list(self.label_map.to_model)]
         return compute_metrics(self.task, self.examples["validation"], self.dev_logits)
 
@@ -109,10 +113,10 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
 
 
 class SuperGlueChoice(_SuperGlue, ChoiceTask):
-    """COPA for encoders, and every task for encoder-decoders, which read T5's wording and write the answer.
+    """Fine-tuning on COPA for encoders, and on every task for encoder-decoders.
 
-    The likeliest of the possible answers counts. The loss is that of the right answers' share of the probability of
-    all answers.
+    Encoder-decoders read the texts of T5. The most probable answer counts. The loss is the negative logarithm of the
+    share of the correct answers in the probability of all answers.
     """
 
     @staticmethod
@@ -125,9 +129,10 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         self.dev = self._questions("validation")
 
     def _questions(self, name: str) -> ClassificationSplit:
-        """Return a split as questions; a training question of ReCoRD is repeated for each of its right answers.
+        """Return a split as questions.
 
-        The label of a dev question is the list of its right answers.
+        A training question of ReCoRD is repeated for each of its correct answers. The label of a dev question is the
+        list of its correct answers.
         """
         rows = [
             (text, choices, example.index[-1], label)
@@ -140,7 +145,7 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         return ClassificationSplit(name, make_rows({k: v for k, v in columns.items() if v[0] is not None}))
 
     def _choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
-        """Return the texts that a model reads of an example, with the choices and the places of the right ones."""
+        """Yield the texts of an example for the model, each with its choices and the indices of the correct ones."""
         labels = example.labels or ()
         if self.task.name == "record":
             yield example.worded[0], list(example.choices), [i for i, label in enumerate(labels) if label]
@@ -158,9 +163,10 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         return {**compute_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
 
     def _logits(self, examples: Sequence[Example], log_shares: np.ndarray) -> np.ndarray:
+        """Return the logits of the choices. For ReCoRD, return logits [candidates, 2]."""
         if self.task.name != "record":
             return log_shares
-        right = np.concatenate([log_shares[i, : len(each.choices)] for i, each in enumerate(examples)])
+        right = np.concatenate([log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
     def logits_of(self, name: str) -> np.ndarray:
