@@ -17,7 +17,7 @@ from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
 
 # Common names of columns. Columns with these names need no flag. Choices may also be in ending0, ending1, and so on.
-NAMES = {
+COMMON_NAMES = {
     "context_column": ("article", "context", "passage", "premise", "sent1"),
     "question_column": ("question", "sent2"),
     "choices_columns": ("options", "choices", "choices.text", "endings"),
@@ -26,7 +26,7 @@ NAMES = {
 
 
 @dataclass
-class Row:
+class ChoiceRow:
     """A question of a table.
 
     Attributes:
@@ -61,24 +61,24 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
     names, columns = column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
         raise ValueError(f"{first.names_place}: --answer_column must be set, got the columns {', '.join(names)}.")
-    read = {name: _read(name, source, columns) for name, source in sources.items()}
+    read = {name: _read_rows(name, source, columns) for name, source in sources.items()}
     answered = next((rows for rows in read.values() if any(row.answer for row in rows)), None)
     answer_format = settings.answer_format or ("from_0" if answered is None or "sent1" in names else None)
     answer_format = answer_format or find_answer_format(answered or [])
     blank = "_" if {"article", "options"} <= {*names} else None  # RACE
-    splits = {name: _split(name, rows, answer_format, blank) for name, rows in read.items()}
+    splits = {name: _make_split(name, rows, answer_format, blank) for name, rows in read.items()}
     return splits, columns | {"answer_format": answer_format}
 
 
 def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
     """Return the column of each setting, from the settings and from common names."""
     names_in_table = column_names(first.values)
-    columns = {flag: getattr(settings, flag) for flag in NAMES}
+    columns = {flag: getattr(settings, flag) for flag in COMMON_NAMES}
     taken = {*columns.values(), *(columns["choices_columns"] or ())}
-    for flag, names in NAMES.items():
+    for flag, names in COMMON_NAMES.items():
         candidates: list[Any] = [name for name in names if name in names_in_table and name not in taken]
         if flag == "choices_columns":
-            numbered = [_counted(stem, names_in_table) for stem in ("ending", "choice", "option")]
+            numbered = [_find_numbered_columns(stem, names_in_table) for stem in ("ending", "choice", "option")]
             candidates = [(name,) for name in candidates] + [group for group in numbered if len(group) > 1]
         if columns[flag] is None and len(candidates) > 1:
             raise ValueError(f"{first.names_place}: --{flag} must be set, got {' and '.join(map(str, candidates))}.")
@@ -91,13 +91,13 @@ def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
     return columns
 
 
-def _counted(stem: str, names: Sequence[str]) -> tuple[str, ...]:
+def _find_numbered_columns(stem: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return columns such as ending0, ending1, ..., which count from 0 or 1 without a gap."""
     numbers = itertools.count(0 if f"{stem}0" in names else 1)
     return tuple(itertools.takewhile(lambda name: name in names, (f"{stem}{i}" for i in numbers)))
 
 
-def _read(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Row]:
+def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[ChoiceRow]:
     """Read the questions of a split."""
     answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.class_names(answer_column), []
@@ -107,7 +107,7 @@ def _read(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Row]:
         value = column_value(record.values, answer_column) if answer_column else None
         value = value if names is None else get_label_name(value, names)
         answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
-        rows.append(Row(record, context, question, _choices_of(record, columns["choices_columns"]), answer))
+        rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
     # On the Hub, all rows of a test split have the same answer if the answers are not public.
     if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN_LABELS:
@@ -115,7 +115,7 @@ def _read(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _choices_of(record: TableRow, columns: Sequence[str]) -> list[str]:
+def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row. The last ones of several columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):
@@ -137,7 +137,7 @@ def _choices_of(record: TableRow, columns: Sequence[str]) -> list[str]:
     return values
 
 
-def place_of(answer: Any, choices: Sequence[str], answer_format: str) -> int | None:
+def find_choice(answer: Any, choices: Sequence[str], answer_format: str) -> int | None:
     """Return the index of the choice that an answer names, or None if it names no choice or two equal ones."""
     place = -1
     if answer_format == "text":
@@ -150,20 +150,22 @@ def place_of(answer: Any, choices: Sequence[str], answer_format: str) -> int | N
     return place if 0 <= place < len(choices) else None
 
 
-def shown_answer(place: int, choices: Sequence[str], answer_format: str) -> Any:
+def format_answer(place: int, choices: Sequence[str], answer_format: str) -> Any:
     """Return the answer for the choice at an index, in the format of the table."""
     if answer_format == "text":
         return choices[place]
     return chr(ord("A") + place) if answer_format == "letter" else place + int(answer_format[-1])
 
 
-def find_answer_format(rows: Sequence[Row]) -> str:
+def find_answer_format(rows: Sequence[ChoiceRow]) -> str:
     """Return the only format in which the answers of all rows name a choice.
 
     Raises:
         ValueError: If no format fits, or more than one.
     """
-    places = {name: [place_of(row.answer, row.choices, name) for row in rows if row.answer] for name in ANSWER_FORMATS}
+    places = {
+        name: [find_choice(row.answer, row.choices, name) for row in rows if row.answer] for name in ANSWER_FORMATS
+    }
     fitting = [name for name in ANSWER_FORMATS if None not in places[name]]
     if len(fitting) != 1:
         answers = ", ".join(dict.fromkeys(str(row.answer) for row in rows[:10]))
@@ -174,22 +176,22 @@ def find_answer_format(rows: Sequence[Row]) -> str:
     return fitting[0]
 
 
-def _split(name: str, rows: Sequence[Row], answer_format: str, blank: str | None) -> ClassificationSplit:
+def _make_split(name: str, rows: Sequence[ChoiceRow], answer_format: str, blank: str | None) -> ClassificationSplit:
     """Return the questions as a split. `blank` is the text that a choice replaces in a question, or None."""
     columns: dict[str, list] = {
         "text1": [row.question if row.context is None else row.context for row in rows],
-        "text2": [_worded(row, blank) for row in rows],
+        "text2": [_format_text(row, blank) for row in rows],
         "choices": [row.choices for row in rows],
         "question": [None if row.context is None else row.question for row in rows],
         "index": [row.record.number for row in rows],
         "file": [row.record.file for row in rows],
     }
     if name != "test" or any(row.answer is not None for row in rows):
-        columns["label"] = [_label_of(row, answer_format) for row in rows]
+        columns["label"] = [_get_label(row, answer_format) for row in rows]
     return ClassificationSplit(name, make_rows(columns))
 
 
-def _worded(row: Row, blank: str | None) -> list[str]:
+def _format_text(row: ChoiceRow, blank: str | None) -> list[str]:
     """Return the question with each choice in its blank, or with each choice after it."""
     if row.context is None or not row.question:
         return row.choices
@@ -198,9 +200,9 @@ def _worded(row: Row, blank: str | None) -> list[str]:
     return [f"{row.question} {choice}" for choice in row.choices]
 
 
-def _label_of(row: Row, answer_format: str) -> int:
+def _get_label(row: ChoiceRow, answer_format: str) -> int:
     """Return the index of the correct choice, or raise ValueError."""
-    place = place_of(row.answer, row.choices, answer_format)
+    place = find_choice(row.answer, row.choices, answer_format)
     if place is None:
         raise ValueError(
             f"{row.record.place}: The answer must name one of {len(row.choices)} choices (--answer_format "

@@ -33,7 +33,7 @@ HEAD = "ForMultipleChoice"
 class ChoiceHead:
     """An encoder that reads each choice after its context, with a head that returns a score for it."""
 
-    def __init__(self, settings: Any, config: Any, *others: Any):
+    def __init__(self, settings: Any, config: Any, *unused: Any):
         check_trained_head(settings, config, HEAD, "was trained to choose")
         self.settings, self.config, multiple = settings, config, settings.pad_to_multiple_of
         self.tokenizer = load_tokenizer(settings, config)
@@ -63,10 +63,10 @@ class ChoiceHead:
             pairs = zip(rows["text1"], rows["text2"], strict=True)
             texts = zip(*((text, choice) for text, choices in pairs for choice in choices), strict=True)
             flat = tokenizer(*map(list, texts), truncation=True, max_length=max_length, padding=False)
-            encoded = {name: _by_question(values, rows["text2"]) for name, values in flat.items()}
+            encoded = {name: _group_by_question(values, rows["text2"]) for name, values in flat.items()}
             return {**encoded, "length": [sum(map(len, choices)) for choices in encoded["input_ids"]]}
 
-        return _tokenized(split, encode, "input_ids")
+        return _tokenize_split(split, encode, "input_ids")
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the logits of the choices [b, c]. They are minus infinity for choices that a question does not have.
@@ -74,13 +74,13 @@ class ChoiceHead:
         Each choice is passed as a question with one choice, because the heads of Transformers expect the same number
         of choices for all questions.
         """
-        there = batch["attention_mask"].any(-1)  # [b, c]
-        inputs = {name: tensor[there].unsqueeze(1) for name, tensor in batch.items() if name != "labels"}
+        is_choice = batch["attention_mask"].any(-1)  # [b, c]
+        inputs = {name: tensor[is_choice].unsqueeze(1) for name, tensor in batch.items() if name != "labels"}
         logits = compute_logits(model, inputs).float()  # [choices, 1]
-        return logits.new_full(there.shape, -torch.inf).masked_scatter(there, logits)
+        return logits.new_full(is_choice.shape, -torch.inf).masked_scatter(is_choice, logits)
 
 
-class ChoiceWords:
+class ChoiceLikelihood:
     """An encoder-decoder that reads a question as one text. It chooses the most probable choice.
 
     The probability is that of the whole choice and its end token (T0, arXiv 2110.08207).
@@ -92,8 +92,10 @@ class ChoiceWords:
         word: Maps a row to the text that the encoder reads.
     """
 
-    def __init__(self, settings: Any, config: Any, accelerator: Accelerator, word: Callable[[dict[str, Any]], str]):
-        self.settings, self.config, self.accelerator, self.word = settings, config, accelerator, word
+    def __init__(
+        self, settings: Any, config: Any, accelerator: Accelerator, format_row: Callable[[dict[str, Any]], str]
+    ):
+        self.settings, self.config, self.accelerator, self.format_row = settings, config, accelerator, format_row
         self.tokenizer, multiple = load_tokenizer(settings, config), settings.pad_to_multiple_of
         if config.decoder_start_token_id is None or hasattr(self.tokenizer, "src_lang"):
             raise ValueError(
@@ -102,7 +104,7 @@ class ChoiceWords:
             )
         check_end_token(settings, self.tokenizer)
         check_max_length(settings.max_length, config, self.tokenizer, multiple=multiple)
-        self.collate = WordedCollator(self.tokenizer, config.decoder_start_token_id, multiple)
+        self.collate = LikelihoodCollator(self.tokenizer, config.decoder_start_token_id, multiple)
 
     def load_model(self) -> PreTrainedModel:
         """Return the model to train."""
@@ -115,41 +117,41 @@ class ChoiceWords:
     def tokenize(self, split: ClassificationSplit) -> Dataset:
         """Return rows with the columns of the tokenizer, `choices` (token ids), `label` if known, and `length`."""
         # `encode` must not refer to `self`: `datasets` hashes all its references, and an accelerator takes seconds.
-        tokenizer, word = self.tokenizer, self.word
+        tokenizer, format_row = self.tokenizer, self.format_row
         options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": False}
 
         def encode(rows: dict[str, list]) -> dict[str, Any]:
             row_list = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-            encoded = dict(tokenizer([word(row) for row in row_list], **options))
+            encoded = dict(tokenizer([format_row(row) for row in row_list], **options))
             flat = [choice for choices in rows["choices"] for choice in choices]
-            choices = _by_question(tokenizer(text_target=flat, **options)["input_ids"], rows["choices"])
+            choices = _group_by_question(tokenizer(text_target=flat, **options)["input_ids"], rows["choices"])
             return {**encoded, "choices": choices, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        return _tokenized(split, encode, "choices")
+        return _tokenize_split(split, encode, "choices")
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the log-probabilities of the choices [b, c] in nats, with minus infinity for missing choices."""
         # The autocast of the prepared model does not cover an encoder that is called by itself.
         with self.accelerator.autocast():
-            return choice_log_probabilities(self.accelerator.unwrap_model(model), batch)
+            return compute_choice_log_probabilities(self.accelerator.unwrap_model(model), batch)
 
 
-def choice_log_probabilities(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+def compute_choice_log_probabilities(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Return the log-probability of each choice after its question [b, c]. The encoder reads each question once."""
     choices = batch["choices"]  # [b, c, t]
-    there = (choices != IGNORED_LABEL).any(-1)  # [b, c]
-    counts, mask = there.sum(-1), batch["attention_mask"]
+    is_choice = (choices != IGNORED_LABEL).any(-1)  # [b, c]
+    counts, mask = is_choice.sum(-1), batch["attention_mask"]
     states = model.get_encoder()(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state  # [b, n, d]
     logits = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=states.repeat_interleave(counts, 0)),
         attention_mask=mask.repeat_interleave(counts, 0),
-        decoder_input_ids=batch["decoder_input_ids"][there],
+        decoder_input_ids=batch["decoder_input_ids"][is_choice],
         use_cache=False,
     ).logits  # [choices, t, V]
-    labels = choices[there]
+    labels = choices[is_choice]
     chosen = logits.float().log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     log_probabilities = chosen.masked_fill(labels == IGNORED_LABEL, 0.0).sum(-1)
-    return log_probabilities.new_full(there.shape, -torch.inf).masked_scatter(there, log_probabilities)
+    return log_probabilities.new_full(is_choice.shape, -torch.inf).masked_scatter(is_choice, log_probabilities)
 
 
 class ChoiceCollator:
@@ -163,16 +165,18 @@ class ChoiceCollator:
         counts = torch.tensor([len(row["input_ids"]) for row in rows])
         names = [name for name in rows[0] if name not in ("label", "length")]
         flat = [{name: row[name][i] for name in names} for row in rows for i in range(len(row["input_ids"]))]
-        there = torch.arange(int(counts.max())) < counts.unsqueeze(1)  # [b, c]; the masks of missing choices stay 0
+        is_choice = torch.arange(int(counts.max())) < counts.unsqueeze(
+            1
+        )  # [b, c]; the masks of missing choices stay 0
         batch = {}
         for name, values in self.pad(flat).items():  # [choices, n]
-            batch[name] = values.new_full((*there.shape, values.shape[-1]), self.padding.get(name, 0))
-            batch[name][there] = values
+            batch[name] = values.new_full((*is_choice.shape, values.shape[-1]), self.padding.get(name, 0))
+            batch[name][is_choice] = values
         labels = {"labels": torch.tensor([row["label"] for row in rows])} if "label" in rows[0] else {}
         return batch | labels
 
 
-class WordedCollator:
+class LikelihoodCollator:
     """Collator of rows of `ChoiceWords.tokenize`: the tensors of the tokenizer [b, n] and the inputs of the decoder.
 
     Rows with labels become "labels" and "decoder_input_ids" [b, t] of the correct choices. Other rows become "choices"
@@ -199,17 +203,19 @@ class WordedCollator:
         return {**self.pad(sources), key: labels, "decoder_input_ids": decoder_input_ids}
 
 
-def _by_question(values: Any, choices: list[list[str]]) -> list[list[Any]]:
+def _group_by_question(values: Any, choices: list[list[str]]) -> list[list[Any]]:
     """Group values of choices by question."""
     rest = iter(values)
     return [[next(rest) for _ in question_choices] for question_choices in choices]
 
 
-def _tokenized(split: ClassificationSplit, encode: Callable[[dict[str, list]], dict[str, Any]], name: str) -> Dataset:
+def _tokenize_split(
+    split: ClassificationSplit, encode: Callable[[dict[str, list]], dict[str, Any]], name: str
+) -> Dataset:
     """Return a split as `encode` returns it. Warn about questions with equal token lists in the column `name`."""
     unused = [column for column in split.data.column_names if column != "label"]
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=f"{split.name} tokens")
     if equal := [i for i, choices in enumerate(data[name]) if len({*map(tuple, choices)}) < len(choices)]:
         message = "%s: %d of %d questions have choices with the same tokens. The first is %s."
-        logging.getLogger(__name__).warning(message, split.name, len(equal), len(data), split.where(equal[0]))
+        logging.getLogger(__name__).warning(message, split.name, len(equal), len(data), split.describe_row(equal[0]))
     return data

@@ -25,12 +25,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Any:
 
 def main(settings: Any) -> dict[str, Any]:
     """Train, evaluate and predict. Return the results."""
-    from superglue_task import task_class
+    from superglue_task import get_task_class
 
     from hf_attn_variants.commands.training import train_and_push
     from hf_attn_variants.training import fine_tune
 
-    return train_and_push(settings, lambda: fine_tune(task_class(settings), settings))
+    return train_and_push(settings, lambda: fine_tune(get_task_class(settings), settings))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ DIAGNOSTICS = {"axb": "AX-b", "axg": "AX-g"}
 COPA_QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
 # The passages of ReCoRD end with bullet points. Each follows a line "@highlight".
 HIGHLIGHT = re.compile(r"""([.?!"'])?\s*\n@highlight\n""")
-Rows = Iterable[tuple[str, Mapping[str, Any]]]  # the description of each row for errors, and the row
+NamedRows = Iterable[tuple[str, Mapping[str, Any]]]  # the description of each row for errors, and the row
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Example:
     index: tuple[int, ...]
     texts: tuple[tuple[str, ...], ...]
     labels: tuple[int, ...] | None
-    worded: tuple[str, ...]
+    t5_texts: tuple[str, ...]
     choices: tuple[Any, ...] = ()
     truths: tuple[str, ...] = ()
 
@@ -58,13 +58,13 @@ def load_examples(settings: Any, task: SuperGlueTask) -> dict[str, list[Example]
     examples = {}
     for name, config, split, file in splits:
         if settings.data_dir is None or split != "test" or Path(settings.data_dir, file).is_file():
-            rows = _rows(settings.data_dir, config, split, file)
+            rows = _load_rows(settings.data_dir, config, split, file)
             is_known = split != "test" or all(row.get("label", -1) != -1 for _, row in rows)
             examples[name] = make_examples(task, rows, is_known and name != "test")[: limits.get(name)]
     return examples
 
 
-def _rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
+def _load_rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Read the rows of a split from the folder or from the Hub."""
     if data_dir is not None:
         return [(record.place, record.values) for record in read_records(Path(data_dir, file))]
@@ -72,7 +72,7 @@ def _rows(data_dir: str | None, config: str, split: str, file: str) -> list[tupl
     return [(f"{DATASET}, {config} ({split}), row {i}", row) for i, row in enumerate(data, start=1)]
 
 
-def make_examples(task: SuperGlueTask, rows: Rows, has_labels: bool = True) -> list[Example]:
+def make_examples(task: SuperGlueTask, rows: NamedRows, has_labels: bool = True) -> list[Example]:
     """Convert rows of the official files or of the Hub to examples.
 
     Raises:
@@ -82,21 +82,25 @@ def make_examples(task: SuperGlueTask, rows: Rows, has_labels: bool = True) -> l
     answers: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # the answers of each MultiRC question
     for place, row in rows:
         try:
-            for flat in _flat(task, row):
-                labels = (_label(task, flat),) if has_labels and task.name != "record" else None
+            for flat in _flatten_row(task, row):
+                labels = (_get_class_id(task, flat),) if has_labels and task.name != "record" else None
                 if task.name == "multirc":
                     index = flat["idx"]["paragraph"], flat["idx"]["question"]
                     answers.setdefault(index, []).append({**flat, "labels": labels})
                 else:
-                    examples.append(_record(flat, has_labels) if task.name == "record" else _pair(task, flat, labels))
+                    examples.append(
+                        _convert_record(flat, has_labels)
+                        if task.name == "record"
+                        else _convert_row(task, flat, labels)
+                    )
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{place}: The row must be a row of {task.folder}, got {type(error).__name__}: {error}."
             ) from error
-    return examples + [_multirc(index, question_answers) for index, question_answers in answers.items()]
+    return examples + [_convert_multirc(index, question_answers) for index, question_answers in answers.items()]
 
 
-def _flat(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _flatten_row(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Convert an official row to rows of the Hub: one per answer of MultiRC, or one per query of ReCoRD."""
     passage = row.get("passage")
     if not isinstance(passage, Mapping):
@@ -114,7 +118,7 @@ def _flat(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, 
             yield {**texts, "entities": spans, "answers": [answer["text"] for answer in query.get("answers", ())]}
 
 
-def _label(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
+def _get_class_id(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
     """Return the class id of a label, which is a class name in any case, true, false or a class id."""
     value, names = row["label"], [label.lower() for label in task.labels]
     if isinstance(value, str | bool) and str(value).lower() in names:
@@ -124,7 +128,7 @@ def _label(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
     return value
 
 
-def _pair(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
+def _convert_row(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
     """Convert a row of a task other than MultiRC and ReCoRD."""
     names: Sequence[str] = sorted(task.fields)
     texts: tuple[Any, ...]
@@ -132,34 +136,34 @@ def _pair(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] |
         texts = tuple((row["premise"], f"{COPA_QUESTIONS[row['question']]} {row[name]}") for name in task.labels)
         names = (*task.labels, "premise", "question")
     elif task.name == "wic":
-        texts = ((_marked_word(row, "1"), _marked_word(row, "2")),)
+        texts = ((_mark_word(row, "1"), _mark_word(row, "2")),)
         names = ("sentence1", "sentence2", "word")
     elif task.name == "wsc":
-        row = {**row, "text": _marked_spans(row)}
+        row = {**row, "text": _mark_spans(row)}
         texts = ((row["text"],),)
     else:
         if "sentence1" in row:  # AX-b
             row = {**row, "premise": row["sentence1"], "hypothesis": row["sentence2"]}
         texts = (tuple(row[name] for name in task.fields),)
-    return Example((row["idx"],), texts, labels, (_worded(task.name, row, names),))
+    return Example((row["idx"],), texts, labels, (_format_text(task.name, row, names),))
 
 
-def _worded(task: str, row: Mapping[str, Any], names: Iterable[str]) -> str:
+def _format_text(task: str, row: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return the text for T5: the task, and fields with their names."""
     return " ".join([task, *(f"{name}: {row[name]}" for name in names)])
 
 
-def _multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Example:
+def _convert_multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Example:
     """Convert the answers of a MultiRC question."""
     texts = tuple((answer["paragraph"], f"{answer['question']} {answer['answer']}") for answer in answers)
-    worded = (_worded("multirc", answer, ("question", "answer", "paragraph")) for answer in answers)
+    t5_texts = (_format_text("multirc", answer, ("question", "answer", "paragraph")) for answer in answers)
     # The paragraphs have HTML tags that number their sentences.
-    plain = tuple(re.sub("</?b>", "", text.replace("<br>", " ")) for text in worded)
+    plain = tuple(re.sub("</?b>", "", text.replace("<br>", " ")) for text in t5_texts)
     labels = tuple(answer["labels"][0] for answer in answers) if answers[0]["labels"] else None
     return Example(index, texts, labels, plain, tuple(answer["idx"]["answer"] for answer in answers))
 
 
-def _record(row: Mapping[str, Any], has_labels: bool) -> Example:
+def _convert_record(row: Mapping[str, Any], has_labels: bool) -> Example:
     """Convert a ReCoRD query. Each text has an entity instead of "@placeholder". Bullet points become sentences."""
     names, query = tuple(dict.fromkeys(row["entities"])), row["query"]
     truths = tuple(dict.fromkeys(row["answers"])) if has_labels else ()
@@ -169,10 +173,10 @@ def _record(row: Mapping[str, Any], has_labels: bool) -> Example:
     texts = tuple((passage, query.replace("@placeholder", name)) for name in names)
     fields = {"query": query, "entities": ", ".join(names), "passage": passage}
     labels = tuple(int(name in truths) for name in names) if has_labels else None
-    return Example((row["idx"]["query"],), texts, labels, (_worded("record", fields, fields),), names, truths)
+    return Example((row["idx"]["query"],), texts, labels, (_format_text("record", fields, fields),), names, truths)
 
 
-def _marked_word(row: Mapping[str, Any], side: str) -> str:
+def _mark_word(row: Mapping[str, Any], side: str) -> str:
     """Return a sentence of WiC with asterisks around the word."""
     sentence, start, end = (row[f"{name}{side}"] for name in ("sentence", "start", "end"))
     if not 0 <= start < end <= len(sentence):
@@ -180,7 +184,7 @@ def _marked_word(row: Mapping[str, Any], side: str) -> str:
     return f"{sentence[:start]}* {sentence[start:end]} *{sentence[end:]}"
 
 
-def _marked_spans(row: Mapping[str, Any]) -> str:
+def _mark_spans(row: Mapping[str, Any]) -> str:
     """Return a text of WSC with asterisks around the noun and hash signs around the pronoun."""
     text, marks = row["text"], []
     for side, mark in (("1", "*"), ("2", "#")):

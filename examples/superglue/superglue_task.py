@@ -6,39 +6,47 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from choice_task import NO_QUESTIONS, ChoiceTask
+from choice_task import NO_TRAINING_QUESTIONS, ChoiceTask
 from superglue_data import DIAGNOSTICS, Example, load_examples
-from superglue_scores import compute_metrics, diagnostic_scores, submission
-from superglue_tasks import DATASET, get_task
+from superglue_scores import compute_diagnostic_scores, compute_superglue_metrics, format_submission
+from superglue_tasks import DATASET, get_superglue_task
 from torch import nn
 
 from hf_attn_variants.training import FineTuningTask
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
-from hf_attn_variants.training.classification.task import NO_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
+from hf_attn_variants.training.classification.task import (
+    NO_TRAINING_ROWS,
+    EvalSet,
+    LogitsEvaluator,
+    SequenceClassification,
+)
 from hf_attn_variants.training.engine.models import load_config
 
 
-def task_class(settings: Any) -> type[Any]:
+def get_task_class(settings: Any) -> type[Any]:
     """Return the task class for a SuperGLUE task and a model."""
-    chooses = get_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
+    chooses = get_superglue_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
     return SuperGlueChoice if chooses else SuperGlueClassification
 
 
 class _SuperGlue(FineTuningTask[Any, Any]):
-    """Base class of both task classes. `dev_logits` and `logits_of` have the format of `compute_metrics`."""
+    """Base class of both task classes.
+
+    `dev_logits` and the result of `compute_logits` have the format that `compute_superglue_metrics` expects.
+    """
 
     config: Any
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.task = get_task(settings.task_name)
+        self.task = get_superglue_task(settings.task_name)
         self.examples = load_examples(settings, self.task)
         self.name, self.main_metric = f"SuperGLUE {self.task.folder}", self.task.main_metric
         self.shown_metrics = (*self.task.metrics, "combined_score")
         self.dev_logits = np.empty((0, 0))
 
     @abstractmethod
-    def logits_of(self, name: str) -> np.ndarray:
+    def compute_logits(self, name: str) -> np.ndarray:
         """Return the logits of a split."""
 
     def results(self) -> dict[str, Any]:
@@ -46,16 +54,18 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         return {"dataset": names, "task_name": self.task.name, "worded": self.config.is_encoder_decoder}
 
     def predictions(self, evaluator: Any) -> dict[str, str]:
-        return {f"dev_{self.task.folder}.jsonl": submission(self.task, self.examples["validation"], self.dev_logits)}
+        return {
+            f"dev_{self.task.folder}.jsonl": format_submission(self.task, self.examples["validation"], self.dev_logits)
+        }
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         results: dict[str, Any] = {}
         files = {}
         for name, folder in {"test": self.task.folder, **DIAGNOSTICS}.items():
             if name in self.examples:
-                logits = self.logits_of(name)
-                files[f"{folder}.jsonl"] = submission(self.task, self.examples[name], logits)
-                results |= diagnostic_scores(name, self.examples[name], logits.argmax(-1))
+                logits = self.compute_logits(name)
+                files[f"{folder}.jsonl"] = format_submission(self.task, self.examples[name], logits)
+                results |= compute_diagnostic_scores(name, self.examples[name], logits.argmax(-1))
         return results, files
 
 
@@ -67,7 +77,7 @@ class _Evaluator(LogitsEvaluator):
         self.training = training
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        return self.training.dev_scores(logits)
+        return self.training.compute_dev_scores(logits)
 
 
 class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator]):
@@ -81,10 +91,10 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         super().__init__(settings, accelerator)
         self.labels, self.problem_type = self.task.labels, "single_label_classification"
         self.fit_tokenizer(pair=len(self.task.fields) == 2)
-        self.train = self._rows("train") if "train" in self.examples else NO_ROWS
-        self.dev_splits = [self._rows("validation")]
+        self.train = self._load_rows("train") if "train" in self.examples else NO_TRAINING_ROWS
+        self.dev_splits = [self._load_rows("validation")]
 
-    def _rows(self, name: str) -> ClassificationSplit:
+    def _load_rows(self, name: str) -> ClassificationSplit:
         """Return a split as texts with labels."""
         examples = self.examples[name]
         texts = zip(*(text for example in examples for text in example.texts), strict=True)
@@ -95,17 +105,19 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         return ClassificationSplit(name, make_rows(columns))
 
     def make_evaluator(self, model: nn.Module) -> _Evaluator:
-        sets = [self.eval_set(split) for split in self.dev_splits]
+        sets = [self.make_eval_set(split) for split in self.dev_splits]
         self.evaluator = _Evaluator(self, self.accelerator, model, sets, self.label_map, self.settings)
         return self.evaluator
 
-    def dev_scores(self, logits: np.ndarray) -> dict[str, float]:
+    def compute_dev_scores(self, logits: np.ndarray) -> dict[str, float]:
         """Return the metrics of the dev split from logits in the order of the model's outputs."""
         self.dev_logits = logits[:, list(self.label_map.to_model)]
-        return compute_metrics(self.task, self.examples["validation"], self.dev_logits)
+        return compute_superglue_metrics(self.task, self.examples["validation"], self.dev_logits)
 
-    def logits_of(self, name: str) -> np.ndarray:
-        return self.evaluator.predict_logits(self.eval_set(self._rows(name)))[:, list(self.label_map.to_model)]
+    def compute_logits(self, name: str) -> np.ndarray:
+        return self.evaluator.predict_logits(self.make_eval_set(self._load_rows(name)))[
+            :, list(self.label_map.to_model)
+        ]
 
     def results(self) -> dict[str, Any]:
         columns = {"labels": list(self.task.labels), "text_columns": list(self.task.fields)}
@@ -120,15 +132,16 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
     """
 
     @staticmethod
-    def word(row: dict[str, Any]) -> str:
+    def format_row(row: dict[str, Any]) -> str:
+        """Return the text of a row, which already has the format of T5."""
         return row["text1"]
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.train = self._questions("train") if "train" in self.examples else NO_QUESTIONS
-        self.dev = self._questions("validation")
+        self.train = self._make_questions("train") if "train" in self.examples else NO_TRAINING_QUESTIONS
+        self.dev = self._make_questions("validation")
 
-    def _questions(self, name: str) -> ClassificationSplit:
+    def _make_questions(self, name: str) -> ClassificationSplit:
         """Return a split as questions.
 
         A training question of ReCoRD is repeated for each of its correct answers. The label of a dev question is the
@@ -137,37 +150,39 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         rows = [
             (text, choices, example.index[-1], label)
             for example in self.examples[name]
-            for text, choices, right in self._choices(example)
+            for text, choices, right in self._iterate_choices(example)
             for label in (right if name == "train" else [right if example.labels else None])
         ]
         columns = dict(zip(("text1", "text2", "index", "label"), map(list, zip(*rows, strict=True)), strict=True))
         columns["choices"] = columns["text2"]
         return ClassificationSplit(name, make_rows({k: v for k, v in columns.items() if v[0] is not None}))
 
-    def _choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
+    def _iterate_choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
         """Yield the texts of an example for the model, each with its choices and the indices of the correct ones."""
         labels = example.labels or ()
         if self.task.name == "record":
-            yield example.worded[0], list(example.choices), [i for i, label in enumerate(labels) if label]
+            yield example.t5_texts[0], list(example.choices), [i for i, label in enumerate(labels) if label]
         elif not self.config.is_encoder_decoder:  # COPA
             yield example.texts[0][0], [choice for _, choice in example.texts], list(labels)
         else:
-            for i, text in enumerate(example.worded):
+            for i, text in enumerate(example.t5_texts):
                 yield text, list(self.task.labels), list(labels[i : i + 1])
 
-    def scores_of(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
+    def compute_scores(self, questions: EvalSet, compute_log_shares: np.ndarray) -> dict[str, float]:
         examples = self.examples["validation"]
-        self.dev_logits = self._logits(examples, log_shares)
-        pairs = zip(log_shares, questions.labels, strict=True)
+        self.dev_logits = self._to_logits(examples, compute_log_shares)
+        pairs = zip(compute_log_shares, questions.labels, strict=True)
         losses = [-np.logaddexp.reduce(shares[right]) for shares, right in pairs if right]
-        return {**compute_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
+        return {**compute_superglue_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
 
-    def _logits(self, examples: Sequence[Example], log_shares: np.ndarray) -> np.ndarray:
+    def _to_logits(self, examples: Sequence[Example], compute_log_shares: np.ndarray) -> np.ndarray:
         """Return the logits of the choices. For ReCoRD, return logits [candidates, 2]."""
         if self.task.name != "record":
-            return log_shares
-        right = np.concatenate([log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
+            return compute_log_shares
+        right = np.concatenate([compute_log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
-    def logits_of(self, name: str) -> np.ndarray:
-        return self._logits(self.examples[name], self.log_shares(self.eval_set(self._questions(name))))
+    def compute_logits(self, name: str) -> np.ndarray:
+        return self._to_logits(
+            self.examples[name], self.compute_log_shares(self.make_eval_set(self._make_questions(name)))
+        )

@@ -50,7 +50,7 @@ ALL_TASKS = [
 TASKS = {task.name: task for task in ALL_TASKS}
 
 
-def get_task(name: str) -> SuperGlueTask:
+def get_superglue_task(name: str) -> SuperGlueTask:
     """Return the task with a name. Ignore the case.
 
     Raises:
@@ -74,5 +74,5 @@ class SuperGlueSettings(FineTuningSettings):
     def check(self) -> None:
         """Check the settings, in addition to the checks of all tasks."""
         super().check()
-        task = get_task(self.task_name)
+        task = get_superglue_task(self.task_name)
         check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))

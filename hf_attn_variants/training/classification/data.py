@@ -25,8 +25,18 @@ from ..engine.tables import (
     read_splits,
     resolve_label_column,
 )
-from .labels import Cell, LabelScheme, check_names, counted, listed, look, problem_type_of, read_cell, sorted_names
-from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
+from .labels import (
+    Cell,
+    LabelScheme,
+    count_by_class,
+    format_names,
+    infer_problem_type,
+    normalized_label,
+    read_cell,
+    reject_indicators,
+    sort_class_names,
+)
+from .settings import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
 __all__ = [
     "ClassificationData",
@@ -43,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 # Common names of columns with pairs of texts, with single texts, and with labels. A name in an earlier row of LABELS
 # takes precedence over the names in later rows.
-PAIRS = (
+PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
     ("question1", "question2"),
@@ -52,77 +62,79 @@ PAIRS = (
     ("text", "text_pair"),
     ("question", "sentence"),
 )
-TEXTS = ("text", "sentence", "content", "document", "review", "comment", "tweet", "body")
-LABELS = (
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "review", "comment", "tweet", "body")
+LABEL_COLUMNS = (
     ("label", "labels"),
     ("class", "category", "target", "score", "rating", "stars", "sentiment", "intent", "topic"),
 )
 
 
-def find_text_columns(record: dict[str, Any], place: str, but: str | None = None) -> tuple[str, ...]:
+def find_text_columns(record: dict[str, Any], place: str, label_column: str | None = None) -> tuple[str, ...]:
     """Return the columns of a row that have common names for texts: one column, or two for pairs. Ignore the case.
 
     Args:
         record: The row.
         place: The description of the row for errors, such as "t.csv, row 1".
-        but: The label column. It does not hold texts.
+        label_column: The label column. It does not hold texts.
 
     Raises:
         ValueError: If no column matches, or if more than one choice does. The message lists the columns.
     """
-    there = _by_lower_name(record, but)
-    pairs = [pair for pair in PAIRS if all(name in there for name in pair)]
+    columns = _map_lowercase_names(record, label_column)
+    pairs = [pair for pair in PAIR_COLUMNS if all(name in columns for name in pair)]
     in_pairs = {name for pair in pairs for name in pair}
-    singles = [(name,) for name in TEXTS if name in there and name not in in_pairs]
+    singles = [(name,) for name in TEXT_COLUMNS if name in columns and name not in in_pairs]
     candidates = [*pairs, *singles]
     if len(candidates) != 1:
-        choices = " or ".join(" and ".join(there[name] for name in names) for names in candidates)
+        choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
         raise ValueError(
-            f"{place}: {problem}; {_listed(record)}. Name one column, or two for pairs, with --text_columns."
+            f"{place}: {problem}; {_list_columns(record)}. Name one column, or two for pairs, with --text_columns."
         )
-    return tuple(there[name] for name in candidates[0])
+    return tuple(columns[name] for name in candidates[0])
 
 
-def find_label_column(record: dict[str, Any], place: str, but: Sequence[str], needed: bool = True) -> str | None:
+def find_label_column(
+    record: dict[str, Any], place: str, text_columns: Sequence[str], needed: bool = True
+) -> str | None:
     """Return the column of a row that has a common name for labels. Ignore the case.
 
     Args:
         record: The row.
         place: The description of the row for errors.
-        but: The text columns. They do not hold labels.
+        text_columns: The text columns. They do not hold labels.
         needed: Whether to raise an error instead of returning None if no column matches.
 
     Raises:
         ValueError: As for `find_text_columns`.
     """
-    there = _by_lower_name(record, *but)
-    for names in LABELS:
-        candidates = [there[name] for name in names if name in there]
+    columns = _map_lowercase_names(record, *text_columns)
+    for names in LABEL_COLUMNS:
+        candidates = [columns[name] for name in names if name in columns]
         if len(candidates) > 1:
             raise ValueError(
-                f"{place}: The labels may be in {' or '.join(candidates)}; {_listed(record)}. Name one with "
+                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Name one with "
                 "--label_column."
             )
         if candidates:
             return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_listed(record)}. Name one with --label_column."
+            f"{place}: No column has a common name for labels; {_list_columns(record)}. Name one with --label_column."
         )
     return None
 
 
-def _by_lower_name(record: dict[str, Any], *but: str | None) -> dict[str, str]:
+def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
     """Map lowercase names to the columns. If two columns differ only in case, keep the lowercase one."""
-    names = [str(name) for name in record if name not in but]
+    names = [str(name) for name in record if name not in excluded]
     lowered = [name.strip().lower() for name in names]
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
 
 
-def _listed(record: dict[str, Any]) -> str:
+def _list_columns(record: dict[str, Any]) -> str:
     """Return the clause of a message that lists the columns of a row."""
-    return f"its columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
+    return f"the columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
 
 
 @dataclass
@@ -141,11 +153,11 @@ class ClassificationSplit:
     def __len__(self) -> int:
         return len(self.data)
 
-    def first(self, count: int | None) -> Self:
+    def take(self, count: int | None) -> Self:
         """Return the split with its first `count` rows, or with all rows if `count` is None."""
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
-    def where(self, number: int) -> str:
+    def describe_row(self, number: int) -> str:
         """Describe the origin of a row for messages. The rows are counted from 0."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
         row = self.data.select_columns(names)[number]
@@ -201,7 +213,7 @@ class ClassificationData:
     """The splits of a run, with the meaning of their labels.
 
     Attributes:
-        splits: The splits by name: some of "train", "validation" and "test".
+        splits: Maps "train", "validation" and "test" to the splits that exist.
         scheme: The meaning of the labels.
         text_columns: One column, or two for pairs.
         label_column: The column with the labels. None: the run only predicts texts without labels.
@@ -218,7 +230,7 @@ class ClassificationData:
 
 
 @dataclass
-class Rows:
+class LabelRows:
     """The rows of a split as they were read.
 
     Attributes:
@@ -228,7 +240,7 @@ class Rows:
         files: The file of each row.
         lines: The line of each row in its file, if known.
         numbers: The number of each row.
-        others: The first row that has a column which all earlier rows lack, for each such column.
+        rows_with_new_columns: The first row that has a column which all earlier rows lack, for each such column.
     """
 
     label_column: str | None
@@ -237,9 +249,9 @@ class Rows:
     files: list[str] = field(default_factory=list)
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    others: list[dict[str, Any]] = field(default_factory=list)
+    rows_with_new_columns: list[dict[str, Any]] = field(default_factory=list)
 
-    def where(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Describe the location of the label of a row for messages: file, line, row and column."""
         return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.label_column!r}"
 
@@ -250,22 +262,22 @@ class Rows:
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
 
 
-def _read(
+def _read_rows(
     name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
-) -> Rows:
+) -> LabelRows:
     """Read all rows of a split. Keep rows with a blank text, and warn about their number.
 
     Raises:
         OSError, ValueError: See `load_classification_data`.
     """
-    rows = Rows(label_column, [[] for _ in text_columns])
+    rows = LabelRows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
     known = set(source.first.values)
     for record in source.records:
         if not known.issuperset(record.values):
             known.update(record.values)
-            rows.others.append(record.values)
+            rows.rows_with_new_columns.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
             texts.append(get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
@@ -299,34 +311,36 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     first = next(iter(sources.values())).first
     threshold_flag = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    lost = find_absent_recorded_column(settings, first.values, "label_column")
+    absent_label_column = find_absent_recorded_column(settings, first.values, "label_column")
     settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
-    text_columns, label_column = _columns(next(iter(sources.items())), settings, lost)
+    text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
         column = resolve_label_column(name, source, label_column, "--label_column")
-        read[name] = _read(name, source, text_columns, column, settings.label_separator)
+        read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
         names_by_split = (source.class_names(label_column) for source in sources.values())
         class_names = next((names for names in names_by_split if names), None)
-        scheme = _scheme_of_checkpoint(settings, config, class_names)
+        scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
-        scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
+        scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
     if threshold_flag is not None and scheme.problem_type != MULTI_LABEL:
         raise ValueError(
             f"--threshold needs several labels per row, but the problem type is {scheme.problem_type}. Remove "
             "--threshold."
         )
     if label_column is None:
-        _tell_unread([first.values, *read["test"].others], text_columns, scheme)
-    values = {name: _values(name, rows, scheme) for name, rows in read.items()}
-    _describe(scheme, values.get("train") or [])
+        _warn_about_unread_labels([first.values, *read["test"].rows_with_new_columns], text_columns, scheme)
+    values = {name: _encode_labels(name, rows, scheme) for name, rows in read.items()}
+    _log_label_counts(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
-    threshold = THRESHOLD if settings.threshold is None else settings.threshold
+    threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
-def _tell_unread(rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme) -> None:
+def _warn_about_unread_labels(
+    rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme
+) -> None:
     """Warn about columns of the test rows that may hold labels, if no label column is read."""
     candidates = {
         name for row in rows for name in column_names(row) if str(column_value(row, name)).strip() in scheme.names
@@ -336,34 +350,34 @@ def _tell_unread(rows: Sequence[dict[str, Any]], text_columns: Sequence[str], sc
         logger.warning(message, column, column)
 
 
-def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
+def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
     """Return the labels of a split as numbers, or None for test rows without known labels."""
-    if rows.label_column is None or (name == "test" and _is_unlabelled(rows.cells, scheme)):
+    if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
         logger.info("%s: There are no labels, so the rows are predicted and not scored.", name)
         return None
-    return scheme.values(rows.cells, rows.where)
+    return scheme.encode(rows.cells, rows.describe_row)
 
 
-def _columns(
-    first: tuple[str, SplitRows], settings: ClassificationSettings, lost: str | None
+def _resolve_columns(
+    first: tuple[str, SplitRows], settings: ClassificationSettings, absent_label_column: str | None
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the text columns and the label column.
 
     Args:
         first: The name and the rows of the first split.
         settings: The settings of the run.
-        lost: The label column of the training of the model, if the rows lack it.
+        absent_label_column: The label column of the training of the model, if the rows lack it.
     """
     name, source = first
     record = source.first
     label = settings.label_column
     texts = settings.text_columns or find_text_columns(record.values, record.names_place, label)
-    if label is None and (lost is None or name != "test"):
+    if label is None and (absent_label_column is None or name != "test"):
         label = find_label_column(record.values, record.names_place, texts, needed=name != "test")
     return texts, label
 
 
-def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
+def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
     """Return whether the labels of a test split are unknown: all empty, or all -1 as on the Hub."""
     distinct = set(cells)
     return distinct <= {None, ()} or (
@@ -371,20 +385,21 @@ def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
     )
 
 
-def _scheme_of_training(
-    settings: ClassificationSettings, rows: Rows, class_names: Sequence[str] | None
+def _infer_training_scheme(
+    settings: ClassificationSettings, rows: LabelRows, class_names: Sequence[str] | None
 ) -> LabelScheme:
     """Return the label scheme of a run that trains, from the settings and the training rows."""
     kind = settings.problem_type
     if kind is None and class_names is not None:
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
-    kind = kind or problem_type_of(rows.cells, rows.where)
+    kind = kind or infer_problem_type(rows.cells, rows.describe_row)
     if kind == MULTI_LABEL:
-        check_names(rows.cells, rows.where)
+        reject_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         if settings.labels is not None:
             raise ValueError(
-                f"{rows.where(0)}: --labels needs classes, but the labels are numbers (regression). Remove --labels."
+                f"{rows.describe_row(0)}: --labels needs classes, but the labels are numbers (regression). Remove "
+                "--labels."
             )
         return LabelScheme(kind, ())
     separator = settings.label_separator
@@ -393,30 +408,31 @@ def _scheme_of_training(
             "No training row has several labels with --label_separator %r. Check that it separates the labels.",
             separator,
         )
-    names = tuple(settings.labels or class_names or sorted_names(rows.cells))
+    names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
-        raise ValueError(f"{rows.where(0)}: {problem}. Give training rows with different labels.")
-    _tell_odd_names(kind, names, rows.cells)
+        raise ValueError(f"{rows.describe_row(0)}: {problem}. Give training rows with different labels.")
+    _warn_about_similar_labels(kind, names, rows.cells)
     return LabelScheme(kind, names)
 
 
-def _tell_odd_names(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
+def _warn_about_similar_labels(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
     """Warn about labels that look alike, and about a label of a multi-label problem that all rows have."""
-    lowered, looks = Counter(name.lower() for name in names), Counter(map(look, names))
+    lowered, looks = Counter(name.lower() for name in names), Counter(map(normalized_label, names))
     if alike := [name for name in names if lowered[name.lower()] > 1]:
-        logger.warning("Labels that differ only in case are different labels: %s.", listed(alike))
-    if lookalikes := [ascii(name) for name in names if looks[look(name)] > lowered[name.lower()]]:
+        logger.warning("Labels that differ only in case are different labels: %s.", format_names(alike))
+    if lookalikes := [ascii(name) for name in names if looks[normalized_label(name)] > lowered[name.lower()]]:
         logger.warning("Labels that look the same are different labels: %s.", ", ".join(lookalikes[:8]))
     if kind == MULTI_LABEL:
         counts = Counter(name for cell in cells for name in cell or ())
         if everywhere := [name for name in names if counts[name] == len(cells)]:
             logger.warning(
-                "Every training row has the label %s. The model cannot learn anything about it.", listed(everywhere)
+                "Every training row has the label %s. The model cannot learn anything about it.",
+                format_names(everywhere),
             )
 
 
-def _scheme_of_checkpoint(
+def _infer_checkpoint_scheme(
     settings: ClassificationSettings, config: PreTrainedConfig, class_names: Sequence[str] | None
 ) -> LabelScheme:
     """Return the label scheme of a run that only evaluates, from the settings and the checkpoint."""
@@ -438,12 +454,12 @@ def _scheme_of_checkpoint(
     if settings.labels is not None and len(settings.labels) != len(names):
         raise ValueError(
             f"--labels must name the {len(names)} classes of {model_name}, got {len(settings.labels)} names. The "
-            f"classes are {listed(names)}."
+            f"classes are {format_names(names)}."
         )
     return LabelScheme(kind, settings.labels or names)
 
 
-def _describe(scheme: LabelScheme, values: Sequence[Any]) -> None:
+def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
     """Log the number of training rows, and their labels."""
     if not values:  # the run only evaluates
         return
@@ -451,9 +467,9 @@ def _describe(scheme: LabelScheme, values: Sequence[Any]) -> None:
         message = "train: %d rows with labels from %g to %g (regression)."
         logger.info(message, len(values), min(values), max(values))
         return
-    counts = dict(zip(scheme.names, counted(scheme, values), strict=True))
+    counts = dict(zip(scheme.names, count_by_class(scheme, values), strict=True))
     label_counts = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
     logger.info("train: %d rows with labels %s%s (%s).", len(values), label_counts, more, scheme.problem_type)
     if without := [name for name, count in counts.items() if not count]:
-        logger.warning("No training row has the labels %s.", listed(without))
+        logger.warning("No training row has the labels %s.", format_names(without))

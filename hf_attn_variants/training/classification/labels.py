@@ -14,20 +14,20 @@ from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 __all__ = [
     "Cell",
     "LabelScheme",
-    "check_names",
-    "class_weights",
-    "counted",
-    "listed",
-    "look",
-    "problem_type_of",
+    "compute_class_weights",
+    "count_by_class",
+    "format_names",
+    "infer_problem_type",
+    "normalized_label",
     "read_cell",
-    "sorted_names",
+    "reject_indicators",
+    "sort_class_names",
 ]
 
 # The label of a row as text, a tuple of several labels, or None if the row has no label.
 Cell = str | tuple[str, ...] | None
 # Maps the index of a row, counted from 0, to its description for errors: file, row and column.
-Where = Callable[[int], str]
+RowDescriber = Callable[[int], str]
 
 DIGITS = re.compile(r"[+-]?[0-9]+")
 # A whole number as Python writes it. "01" is a code, and so is a number with more digits.
@@ -45,10 +45,10 @@ NUMBER_ADVICE = (
     "they are names of classes, set --problem_type single_label_classification."
 )
 # With at least this many rows, labels are not classes if this share of the rows has a label of its own.
-ROWS_TO_COUNT, MOST_OWN_LABELS = 10, 0.9
+MIN_COUNTED_ROWS, MAX_UNIQUE_SHARE = 10, 0.9
 # More different labels may be texts, ids or a scale. They are classes only if the user sets --problem_type.
-MOST_CLASSES = 200
-SHOWN = 8
+MAX_CLASSES = 200
+MAX_SHOWN_NAMES = 8
 # The values of a list that indicates for each class whether a row has it.
 INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
 INDICATOR_ADVICE = (
@@ -60,14 +60,14 @@ NO_LABEL = (
 )
 
 
-def read_cell(value: Any, separator: str | None, where: str) -> Cell:
+def read_cell(value: Any, separator: str | None, place: str) -> Cell:
     """Return the label of a row as text, without surrounding whitespace.
 
     Args:
         value: The cell: a text, or (in JSON and `datasets`) a number, a boolean, a list of these, or None.
-        separator: The separator between the labels in a text. A space stands for any whitespace. None: the text is one
+        separator: The separator between the labels in a text. A space matches any whitespace. None: the text is one
             label.
-        where: The description of the cell for errors: file, row and column.
+        place: The description of the cell for errors: file, row and column.
 
     Raises:
         ValueError: If the cell holds another type, or if a list has an empty or a repeated label.
@@ -76,34 +76,34 @@ def read_cell(value: Any, separator: str | None, where: str) -> Cell:
         return None
     if isinstance(value, str) and separator is not None:
         parts = value.split(None if separator == " " else separator) if value.strip() else []
-        return _several([_text(part, where) for part in parts], where)
+        return _check_label_list([_to_label_text(part, place) for part in parts], place)
     if isinstance(value, list | tuple):
-        return _several([_text(item, where) for item in value], where)
-    return _text(value, where) or None
+        return _check_label_list([_to_label_text(item, place) for item in value], place)
+    return _to_label_text(value, place) or None
 
 
-def _text(value: Any, where: str) -> str:
+def _to_label_text(value: Any, place: str) -> str:
     """Return a single label as text, or raise ValueError."""
     if isinstance(value, str) and is_unicode(value):
         return value.strip()
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     got = "half a surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
-    raise ValueError(f"{where}: A label must be a text or a finite number, got {got}.")
+    raise ValueError(f"{place}: A label must be a text or a finite number, got {got}.")
 
 
-def _several(labels: list[str], where: str) -> tuple[str, ...]:
+def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
     """Return the labels of a row as a tuple, or raise ValueError if one is empty or repeated."""
     if "" in labels:
-        raise ValueError(f"{where}: Labels must not be empty, got {labels!r:.200}.")
+        raise ValueError(f"{place}: Labels must not be empty, got {labels!r:.200}.")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
         if INDICATORS.issuperset(map(str.lower, labels)):
-            raise ValueError(f"{where}: {INDICATOR_ADVICE.format(labels)}")
-        raise ValueError(f"{where}: The labels of a row must be different, got {repeated[0]!r} twice.")
+            raise ValueError(f"{place}: {INDICATOR_ADVICE.format(labels)}")
+        raise ValueError(f"{place}: The labels of a row must be different, got {repeated[0]!r} twice.")
     return tuple(labels)
 
 
-def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
+def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str:
     """Return the problem type of training rows, according to the form of their labels.
 
     Lists are several labels per row. Whole numbers and words are classes. Numbers of which some have a decimal point
@@ -115,84 +115,88 @@ def problem_type_of(cells: Sequence[Cell], where: Where) -> str:
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
     if type(None) in kinds:
-        raise ValueError(f"{where(kinds[type(None)])}: {NO_LABEL}")
+        raise ValueError(f"{describe_row(kinds[type(None)])}: {NO_LABEL}")
     if tuple in kinds:
         if str in kinds:
             single, several = kinds[str], kinds[tuple]
             raise ValueError(
-                f"{where(single)}: The label {cells[single]!r} must be a list, because {where(several)} has a list. "
-                "Give each row a list."
+                f"{describe_row(single)}: The label {cells[single]!r} must be a list, because {describe_row(several)} "
+                "has a list. Give each row a list."
             )
         return MULTI_LABEL
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
     numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
-    _check_writing(words, numbers, firsts, where)
+    _check_writing(words, numbers, firsts, describe_row)
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
         raise ValueError(
-            f"{where(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} has a decimal point. Set "
-            f"--problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers on a scale."
+            f"{describe_row(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} has a decimal "
+            f"point. Set --problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers "
+            "on a scale."
         )
     if pointed:
         return REGRESSION
     if all(text.startswith("[") and text.endswith("]") for text in words) and words:
         raise ValueError(
-            f"{where(firsts[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several labels as 'a;b' "
-            f"and set --label_separator ';', or write a JSON list. If it is one label, set --problem_type "
+            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several labels as "
+            "'a;b' and set --label_separator ';', or write a JSON list. If it is one label, set --problem_type "
             f"{SINGLE_LABEL}."
         )
-    if len(firsts) > MOST_CLASSES or has_own_labels(cells, firsts):
+    if len(firsts) > MAX_CLASSES or has_unique_labels(cells, firsts):
         examples = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
         raise ValueError(
-            f"{where(0)}: There are {len(firsts)} different labels in {len(cells)} rows, such as {examples}. "
+            f"{describe_row(0)}: There are {len(firsts)} different labels in {len(cells)} rows, such as {examples}. "
             f"{NUMBER_ADVICE}"
         )
     return SINGLE_LABEL
 
 
-def _check_writing(words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], where: Where) -> None:
+def _check_writing(
+    words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
+) -> None:
     """Raise ValueError if words and numbers are mixed, or if words are numbers in another format."""
-    amounts = [text for text in words if is_amount(text) and not COMMA_NUMBER.fullmatch(text)]
+    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
     commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
     if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
         raise ValueError(
-            f"{where(firsts[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. {NUMBER_ADVICE}"
+            f"{describe_row(firsts[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. {NUMBER_ADVICE}"
         )
     if words and numbers:
         word, number = firsts[words[0]], firsts[numbers[0]]
         raise ValueError(
-            f"{where(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} of {where(number)} is a "
-            f"number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both are names of classes."
+            f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} of "
+            f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
+            "are names of classes."
         )
     if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
         raise ValueError(
-            f"{where(firsts[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a point. If "
-            f"these are several labels, set --label_separator ','. If they are names of classes, set --problem_type "
-            f"{SINGLE_LABEL}."
+            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
+            "point. If these are several labels, set --label_separator ','. If they are names of classes, set "
+            f"--problem_type {SINGLE_LABEL}."
         )
 
 
-def is_amount(text: str) -> bool:
+def is_formatted_number(text: str) -> bool:
     """Return whether a label is a number with a currency, a unit, thousands separators or a decimal comma."""
     shown = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
     plain = "".join(char for char in shown if unicodedata.category(char) != "Sc")
     return AMOUNT.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS.sub("", plain).strip())) is not None
 
 
-def has_own_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
+def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     """Return whether nearly every row has a label that no other row has. Such labels are ids, texts or a scale.
 
     With few rows, this is true only for numbers that are not class numbers (0 to n - 1, or 1 to n).
     """
-    if len(cells) >= ROWS_TO_COUNT:
-        return len(labels) > MOST_OWN_LABELS * len(cells)
+    if len(cells) >= MIN_COUNTED_ROWS:
+        return len(labels) > MAX_UNIQUE_SHARE * len(cells)
     if len(labels) < max(3, len(cells)) or not all(WHOLE.fullmatch(text) for text in labels):
         return False
     return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
 
-def check_names(cells: Sequence[Cell], where: Where) -> None:
+def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
     """Check that lists of labels hold names, and not one indicator per class.
 
     Raises:
@@ -202,10 +206,10 @@ def check_names(cells: Sequence[Cell], where: Where) -> None:
     rows = [cell for cell in cells if isinstance(cell, tuple)]
     indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
     if indicates and len({frozenset(row) for row in rows}) == 1:
-        raise ValueError(f"{where(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
+        raise ValueError(f"{describe_row(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
 
 
-def look(name: str) -> str:
+def normalized_label(name: str) -> str:
     """Return a label in a form that is equal for labels that look alike.
 
     The letters are composed and casefolded, and invisible characters are removed.
@@ -214,7 +218,7 @@ def look(name: str) -> str:
     return shown.casefold()
 
 
-def sorted_names(cells: Sequence[Cell]) -> tuple[str, ...]:
+def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Return the different class names of rows, sorted by value if they are numbers, otherwise by code points."""
     names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
     if all(WHOLE.fullmatch(name) for name in names):
@@ -236,7 +240,7 @@ class LabelScheme:
     problem_type: str
     names: tuple[str, ...]
 
-    def values(self, cells: Sequence[Cell], where: Where) -> list[Any]:
+    def encode(self, cells: Sequence[Cell], describe_row: RowDescriber) -> list[Any]:
         """Return one class id per row, one number per row, or one 0.0 or 1.0 per class and row.
 
         Raises:
@@ -244,47 +248,53 @@ class LabelScheme:
                 names the first such row.
         """
         ids = {name: i for i, name in enumerate(self.names)}
-        return [self._value(cell, ids, i, where) for i, cell in enumerate(cells)]
+        return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
 
-    def _value(self, cell: Cell, ids: Mapping[str, int], number: int, where: Where) -> Any:
+    def _encode_cell(self, cell: Cell, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> Any:
+        """Return the number or numbers of a label, or raise ValueError."""
         if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
-            labels = {self._id(label, ids, number, where) for label in cell}
+            labels = {self._get_class_id(label, ids, number, describe_row) for label in cell}
             return [float(i in labels) for i in range(len(ids))]
         if cell is None:
             raise ValueError(
-                f"{where(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'The row has no label.'}"
+                f"{describe_row(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'The row has no label.'}"
             )
         if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
             got = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
             rule = (
                 "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
             )
-            raise ValueError(f"{where(number)}: Got {got}, but --problem_type {self.problem_type} needs {rule}.")
+            raise ValueError(
+                f"{describe_row(number)}: Got {got}, but --problem_type {self.problem_type} needs {rule}."
+            )
         if self.problem_type == SINGLE_LABEL:
-            return self._id(cell, ids, number, where)
+            return self._get_class_id(cell, ids, number, describe_row)
         value = float(cell) if NUMBER.fullmatch(cell) else math.nan
         if not math.isfinite(value):
-            raise ValueError(f"{where(number)}: The label of a regression must be a finite number, got {cell!r:.80}.")
+            raise ValueError(
+                f"{describe_row(number)}: The label of a regression must be a finite number, got {cell!r:.80}."
+            )
         return value
 
-    def _id(self, name: str, ids: Mapping[str, int], number: int, where: Where) -> int:
+    def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
+        """Return the id of a class, or raise ValueError."""
         if name not in ids:
             # If it looks like a known label, show its invisible and special characters as escapes.
-            shown = ascii(name) if look(name) in map(look, ids) else repr(name)
+            shown = ascii(name) if normalized_label(name) in map(normalized_label, ids) else repr(name)
             raise ValueError(
-                f"{where(number)}: The label must be one of {listed(self.names)}, got {shown:.80}. "
+                f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {shown:.80}. "
                 "These labels come from the training rows or from --labels."
             )
         return ids[name]
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return the first names, and the number of further names, for a message."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(repr(name)[:40] for name in names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_SHOWN_NAMES} more" if len(names) > MAX_SHOWN_NAMES else ""
+    return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
 
 
-def counted(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
+def count_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
     """Return the number of rows of each class."""
     if scheme.problem_type == MULTI_LABEL:
         return [int(sum(column)) for column in zip(*values, strict=True)]
@@ -292,7 +302,7 @@ def counted(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
     return [counts[i] for i in range(len(scheme.names))]
 
 
-def class_weights(
+def compute_class_weights(
     setting: Mapping[str, Any] | str | None, scheme: LabelScheme, values: Sequence[Any]
 ) -> list[float] | None:
     """Return the weight of each class in the loss, or None if `setting` is None.
@@ -316,9 +326,11 @@ def class_weights(
         raise ValueError("--class_weights needs classes, but the labels are numbers (regression). Remove the flag.")
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
-            raise ValueError(f"--class_weights must name labels among {listed(scheme.names)}, got {unknown[0]!r}.")
+            raise ValueError(
+                f"--class_weights must name labels among {format_names(scheme.names)}, got {unknown[0]!r}."
+            )
         return [float(setting.get(name, 1.0)) for name in scheme.names]
-    counts, several = counted(scheme, values), scheme.problem_type == MULTI_LABEL
+    counts, several = count_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
     for name, count in zip(scheme.names, counts, strict=True):
         if count == 0 or (several and count == len(values)):
             rows = "every training row has" if count else "no training row has"

@@ -20,16 +20,23 @@ from sklearn.metrics import (
 )
 
 from ...files import write_picture
-from .labels import LabelScheme, listed
+from .labels import LabelScheme, format_names
 from .settings import MULTI_LABEL, REGRESSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Predictions", "draw_confusion", "pearson", "score", "score_details", "spearman"]
+__all__ = [
+    "Predictions",
+    "compute_classification_metrics",
+    "compute_metric_details",
+    "draw_confusion_matrix",
+    "pearson",
+    "spearman",
+]
 
 
-def _correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
+def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
     """Return a function of references and predictions from a correlation of SciPy. It returns NaN if undefined."""
 
     def compute(references: np.ndarray, predictions: np.ndarray) -> float:
@@ -44,7 +51,7 @@ def _correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float
 
 
 # Map (true values [rows], predictions [rows]) to the correlation.
-pearson, spearman = _correlation(pearsonr), _correlation(spearmanr)
+pearson, spearman = _make_correlation(pearsonr), _make_correlation(spearmanr)
 
 
 class Predictions:
@@ -67,8 +74,10 @@ class Predictions:
             self.probabilities, self.chosen = softmax(logits, axis=-1), logits.argmax(-1)
 
 
-def score(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of `settings.METRICS`. A metric that is undefined on these rows is NaN.
+def compute_classification_metrics(
+    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+) -> dict[str, float]:
+    """Compute the metrics of `settings.METRICS_BY_PROBLEM`. A metric that is undefined on these rows is NaN.
 
     F1 is computed by scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
     several labels per row, the accuracy is the share of rows with exactly the correct labels. The ROC AUC is the mean
@@ -77,7 +86,7 @@ def score(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> di
     Args:
         scheme: The meaning of the labels.
         predicted: The predictions.
-        labels: The labels of the rows, as `LabelScheme.values` returns them.
+        labels: The labels of the rows, as `LabelScheme.encode` returns them.
     """
     if scheme.problem_type == REGRESSION:
         errors = predicted.chosen - labels
@@ -88,7 +97,7 @@ def score(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> di
             "spearmanr": float(spearman(labels, predicted.chosen)),
         }
     labels = labels.astype(np.int64)
-    truth, chosen, ids = _as_classes(scheme, predicted, labels)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
     averaged_ids = ids if len(ids) == 1 else None  # None: the classes that occur in the rows
     values = {
         "accuracy": float(accuracy_score(truth, chosen)),
@@ -99,13 +108,13 @@ def score(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> di
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # if all rows have and get the same class, the value is 0
             values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
-    areas = [area for area in _areas(scheme, predicted, labels) if not math.isnan(area)]
+    areas = [area for area in _compute_roc_areas(scheme, predicted, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
 
 
-def score_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
-    """Compute the results that complement the metrics of `score`.
+def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
+    """Compute the results that complement the metrics of `compute_classification_metrics`.
 
     Returns:
         "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows with the class
@@ -121,15 +130,15 @@ def score_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarra
         return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
     labels = labels.astype(np.int64)
     several = scheme.problem_type == MULTI_LABEL
-    truth, chosen, ids = _as_classes(scheme, predicted, labels)
-    areas = _areas(scheme, predicted, labels)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    areas = _compute_roc_areas(scheme, predicted, labels)
     counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
     per_class = {}
     for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
         per_class[name] = {
-            "precision": _ratio(right, right + wrong),
-            "recall": _ratio(right, right + missed),
-            "f1": _ratio(2 * right, 2 * right + wrong + missed),
+            "precision": _divide(right, right + wrong),
+            "recall": _divide(right, right + missed),
+            "f1": _divide(2 * right, 2 * right + wrong + missed),
             "roc_auc": area,
             "support": right + missed,
             "predicted": right + wrong,
@@ -138,11 +147,11 @@ def score_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarra
     if not several:
         details["confusion_matrix"] = confusion_matrix(labels, predicted.chosen, labels=ids).tolist()
     if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
-        details["undefined"] = {"roc_auc": _why_no_area(without, len(labels), len(ids), per_class)}
+        details["undefined"] = {"roc_auc": _explain_undefined_areas(without, len(labels), len(ids), per_class)}
     return details
 
 
-def _as_classes(
+def _to_sklearn_classes(
     scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return the true and the predicted classes in the format of scikit-learn, and its class ids of the names.
@@ -154,17 +163,18 @@ def _as_classes(
     return labels, predicted.chosen, list(range(len(scheme.names)))
 
 
-def _why_no_area(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
+def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
     """Explain why the ROC AUC of some classes is undefined."""
     everywhere = [name for name in without if per_class[name]["support"] == rows]
     nowhere = [name for name in without if per_class[name]["support"] == 0]
-    parts = [f"all {rows} rows have {listed(everywhere)}"] if everywhere else []
-    parts += [f"no row has {listed(nowhere)}"] if nowhere else []
-    others = classes - len(without)
-    return f"{' and '.join(parts)}: {f'it is the mean over the other {others}' if others else 'it is not defined'}"
+    parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
+    parts += [f"no row has {format_names(nowhere)}"] if nowhere else []
+    num_defined = classes - len(without)
+    result = f"it is the mean over the other {num_defined}" if num_defined else "it is not defined"
+    return f"{' and '.join(parts)}: {result}"
 
 
-def _areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
+def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
     """Return the one-vs-rest ROC AUC of each class, or NaN if all rows or no row have the class."""
     ids = range(len(scheme.names))
     truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
@@ -174,16 +184,17 @@ def _areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> l
     ]
 
 
-def _ratio(part: int, whole: int) -> float:
+def _divide(part: int, whole: int) -> float:
+    """Return a ratio, or NaN if the denominator is 0."""
     return part / whole if whole else math.nan
 
 
 # The largest numbers of classes with numbers in the cells, and with a plot at all.
-MOST_NUMBERED, MOST_DRAWN = 40, 200
-LONGEST_NAME = 24
+MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
+MAX_NAME_LENGTH = 24
 
 
-def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
+def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
     """Draw a confusion matrix. The shade of a cell is its share of the rows of the true class.
 
     If the plot fails, log a warning.
@@ -199,17 +210,17 @@ def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], path: 
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
-        write_picture(path, lambda: _figure(np.asarray(matrix), names, title), dpi=120)
+        write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
-def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
-    """Return the figure of `draw_confusion`."""
+def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
+    """Return the figure of `draw_confusion_matrix`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     count = len(names)
-    cell = 0.42 if count <= MOST_NUMBERED else 12 / count  # inches
-    tick_labels = [shown_name(name) for name in names]
+    cell = 0.42 if count <= MAX_NUMBERED_CLASSES else 12 / count  # inches
+    tick_labels = [shorten_class_name(name) for name in names]
     margin = 1.6 + 0.075 * max(map(len, tick_labels))
     size = max(3.2, cell * count)
     figure = Figure(figsize=(size + margin + 1.2, size + margin), layout="constrained")
@@ -219,12 +230,12 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
     axes = figure.subplots()
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-    small = 8 if count <= MOST_NUMBERED else max(2.0, 500 / count)
+    small = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
     ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is not a formula
     axes.set_xticks(range(count), tick_labels, rotation=90, **ticks)
     axes.set_yticks(range(count), tick_labels, **ticks)
     axes.set(xlabel="predicted", ylabel="true")
-    if count <= MOST_NUMBERED:
+    if count <= MAX_NUMBERED_CLASSES:
         digits = len(str(matrix.max()))
         for (row, column), number in np.ndenumerate(matrix):
             if number:
@@ -238,8 +249,8 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
     return figure
 
 
-def shown_name(name: str) -> str:
+def shorten_class_name(name: str) -> str:
     """Return a class name for the plot: one line of visible characters of limited length."""
     line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in name)
     line = " ".join(line.split())
-    return f"{line[: LONGEST_NAME - 1]}…" if len(line) > LONGEST_NAME else line
+    return f"{line[: MAX_NAME_LENGTH - 1]}…" if len(line) > MAX_NAME_LENGTH else line

@@ -7,12 +7,12 @@ from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_m
 from ..engine.settings import TableSettings
 
 __all__ = [
-    "METRICS",
+    "DEFAULT_THRESHOLD",
+    "METRICS_BY_PROBLEM",
     "MULTI_LABEL",
     "PROBLEM_TYPES",
     "REGRESSION",
     "SINGLE_LABEL",
-    "THRESHOLD",
     "ClassificationSettings",
 ]
 
@@ -20,16 +20,16 @@ __all__ = [
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
 # With several labels per row, the labels with a larger probability are predicted.
-THRESHOLD = 0.5
+DEFAULT_THRESHOLD = 0.5
 # The dev metrics of each problem type, in addition to the loss. The first one selects the best weights by default.
-METRICS: dict[str, tuple[str, ...]] = {
+METRICS_BY_PROBLEM: dict[str, tuple[str, ...]] = {
     SINGLE_LABEL: ("accuracy", "f1_macro", "f1_micro", "matthews_correlation", "roc_auc"),
     MULTI_LABEL: ("f1_micro", "f1_macro", "accuracy", "roc_auc"),
     REGRESSION: ("rmse", "mae", "pearson", "spearmanr"),
 }
 
 
-def _weights(text: str) -> Any:
+def _parse_class_weights(text: str) -> Any:
     """Parse the value of --class_weights."""
     return parse_json_flag(text) if text.lstrip().startswith("{") else text
 
@@ -83,10 +83,11 @@ class ClassificationSettings(TableSettings):
         None,
         metavar="balanced|JSON",
         resume=ALWAYS,
-        type=_weights,
+        type=_parse_class_weights,
     )
     threshold: float | None = option(
-        f"With several labels per row, the labels with a larger probability are predicted (default: {THRESHOLD}).",
+        "With several labels per row, the labels with a larger probability are predicted (default: "
+        f"{DEFAULT_THRESHOLD}).",
         None,
         range=BETWEEN_0_AND_1,
         resume=WITH_BEST_WEIGHTS,
@@ -102,8 +103,8 @@ class ClassificationSettings(TableSettings):
         super().check()
         self._check_columns()
         self._check_labels()
-        known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS[kind])
-        check_metric(self.metric_for_best_model, ("loss", *METRICS.get(self.problem_type or "", known)))
+        known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
+        check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
 
     def _check_columns(self) -> None:
         """Check --text_columns and --label_column."""

@@ -26,22 +26,28 @@ from ..engine.options import check_metric
 from ..engine.settings import FineTuningSettings
 from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
 from .data import ClassificationSplit, hash_rows, load_classification_data, make_rows, tokenize_split
-from .labels import LabelScheme, class_weights
-from .metrics import MOST_DRAWN, Predictions, draw_confusion, score, score_details
-from .settings import METRICS, MULTI_LABEL, REGRESSION, ClassificationSettings
+from .labels import LabelScheme, compute_class_weights
+from .metrics import (
+    MAX_DRAWN_CLASSES,
+    Predictions,
+    compute_classification_metrics,
+    compute_metric_details,
+    draw_confusion_matrix,
+)
+from .settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
 
 __all__ = [
-    "NO_ROWS",
+    "NO_TRAINING_ROWS",
     "ClassificationFineTuning",
     "EvalSet",
     "LogitsEvaluator",
     "SequenceClassification",
-    "classification_objective",
-    "labels_of_model",
+    "make_classification_objective",
+    "to_model_labels",
 ]
 
 
-def classification_objective(weights: Tensor | None = None) -> Objective:
+def make_classification_objective(weights: Tensor | None = None) -> Objective:
     """Return the loss of a classifier or regressor, summed over the examples. It depends on the labels of the batch.
 
     For class ids [b], it is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
@@ -52,13 +58,13 @@ def classification_objective(weights: Tensor | None = None) -> Objective:
         weights: One weight per label [L], in the order of the model's outputs. None: all weights are 1.
     """
     return Objective(
-        loss_sum=lambda model, batch: loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
+        loss_sum=lambda model, batch: compute_loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
         count=lambda batch: len(batch["labels"]),
     )
 
 
-def loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the loss of `classification_objective` for logits [b, L]."""
+def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the loss of `make_classification_objective` for logits [b, L]."""
     weights = None if weights is None else weights.to(logits.device)
     if labels.dim() == 2:
         losses = functional.binary_cross_entropy_with_logits(
@@ -70,7 +76,7 @@ def loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> T
     return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
 
 
-def labels_of_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
+def to_model_labels(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
     """Reorder labels from the order of the task to the order of the model's outputs.
 
     Args:
@@ -90,7 +96,7 @@ class EvalSet:
         split: The rows.
         loader: The batches. The longest rows come first.
         order: The index of the row that comes at each position.
-        labels: The labels in the order of the task, or None if there are none.
+        labels: The labels in the order of the task, or None if they are unknown.
     """
 
     split: ClassificationSplit
@@ -111,7 +117,7 @@ class LogitsEvaluator(MetricEvaluator, ABC):
         settings: FineTuningSettings,
         weights: Tensor | None = None,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.sets = accelerator, model, sets
         self.label_map, self.settings, self.weights = label_map, settings, weights
 
@@ -119,34 +125,34 @@ class LogitsEvaluator(MetricEvaluator, ABC):
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
 
-    def _scores(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
         """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
         metrics: dict[str, float] = {}
         for i, eval_set in enumerate(self.sets):
             logits = self.predict_logits(eval_set)
             values = self.score(eval_set, logits)
-            values["loss"] = self._loss(eval_set, logits)
+            values["loss"] = self._compute_loss(eval_set, logits)
             metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
         return metrics
 
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
         """Return the logits of a split [rows, labels], in the order of its rows."""
         loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
-        return run_rows(self.accelerator, self.model, loader, order, self._logits, name, self.settings)[0]
+        return run_rows(self.accelerator, self.model, loader, order, self._compute_logits, name, self.settings)[0]
 
-    def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+    def _compute_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
         """Return the logits of a batch [b, labels] in single precision."""
         return (compute_logits(self.model, batch).float(),)
 
-    def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
+    def _compute_loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
         """Return the mean loss of a split."""
-        labels = labels_of_model(np.asarray(eval_set.labels), self.label_map)
-        return float(loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
+        labels = to_model_labels(np.asarray(eval_set.labels), self.label_map)
+        return float(compute_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 EvaluatorT = TypeVar("EvaluatorT", bound=LogitsEvaluator)
-NO_ROWS = ClassificationSplit("train", make_rows({}))
+NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
 class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
@@ -192,7 +198,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
             self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
         )
         self.output_weights = None if self.weights is None else self.weights[list(self.label_map.to_task)]
-        tokenized = self._training_rows(self.train)
+        tokenized = self._tokenize_training_rows(self.train)
         self.token_counts = tokenized["length"]
         self.rows = tokenized.remove_columns("length")
         return model
@@ -201,7 +207,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         return self.token_counts
 
     def objective(self) -> Objective:
-        return classification_objective(self.output_weights)
+        return make_classification_objective(self.output_weights)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
@@ -213,7 +219,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         rows = sum(map(len, self.dev_splits))
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
 
-    def eval_set(self, split: ClassificationSplit) -> EvalSet:
+    def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
         """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
@@ -227,10 +233,10 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
-            self._check_ends(split, data)
+            self._check_end_tokens(split, data)
         return data
 
-    def _check_ends(self, split: ClassificationSplit, data: Dataset) -> None:
+    def _check_end_tokens(self, split: ClassificationSplit, data: Dataset) -> None:
         """Check that all rows have the same number of end tokens.
 
         The classification heads of Transformers for encoder-decoders read the last end token, and require that all
@@ -241,11 +247,11 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         wrong = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
         if wrong is not None:
             raise ValueError(
-                f"{split.where(wrong)}: The text must not contain {self.tokenizer.eos_token}, because the classifier "
-                "reads the model's output at this token. Remove it from the text."
+                f"{split.describe_row(wrong)}: The text must not contain {self.tokenizer.eos_token}, because the "
+                "classifier reads the model's output at this token. Remove it from the text."
             )
 
-    def _training_rows(self, split: ClassificationSplit) -> Dataset:
+    def _tokenize_training_rows(self, split: ClassificationSplit) -> Dataset:
         """Tokenize the training rows, with labels in the order of the model's outputs."""
         if not len(split):
             return make_rows({"length": []})
@@ -267,7 +273,7 @@ class ClassificationEvaluator(LogitsEvaluator):
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         predicted = self.predictions[eval_set.split.name] = self.to_predictions(logits)
-        return score(self.scheme, predicted, np.asarray(eval_set.labels))
+        return compute_classification_metrics(self.scheme, predicted, np.asarray(eval_set.labels))
 
     def to_predictions(self, logits: np.ndarray) -> Predictions:
         """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
@@ -278,9 +284,9 @@ class ClassificationEvaluator(LogitsEvaluator):
 class ClassificationFineTuning(SequenceClassification[ClassificationSettings, ClassificationEvaluator]):
     """Fine-tuning on tables with one label per row, several labels per row, or a number per row.
 
-    The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS`, and `eval_per_class`,
-    `eval_confusion_matrix` and `eval_undefined` (see `metrics.score_details`). If the test rows have labels, their
-    results start with `test_`.
+    The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS_BY_PROBLEM`, and
+    `eval_per_class`, `eval_confusion_matrix` and `eval_undefined` (see `metrics.compute_metric_details`). If the test
+    rows have labels, their results start with `test_`.
 
     Example:
         ```python
@@ -298,31 +304,31 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         self.problem_type = self.scheme.problem_type
         self.labels = None if self.problem_type == REGRESSION else self.scheme.names
         self.fit_tokenizer(pair=len(self.data.text_columns) == 2)
-        self.metric_names = METRICS[self.problem_type]
+        self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
         check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
         settings.check_dev("validation" in self.data.splits)
-        self.train = self._training_split()
+        self.train = self._select_training_split()
         self.dev_splits = [
-            split.first(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"
+            split.take(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"
         ]
         values = self.train.data["label"][:] if len(self.train) else []
-        weights = class_weights(settings.class_weights, self.scheme, values)
+        weights = compute_class_weights(settings.class_weights, self.scheme, values)
         self.weights = None if weights is None else torch.tensor(weights)
         self.name = self.problem_type.replace("_", " ")
         self.main_metric, self.shown_metrics = self.metric_names[0], self.metric_names
 
-    def _training_split(self) -> ClassificationSplit:
+    def _select_training_split(self) -> ClassificationSplit:
         """Return the training rows of the run, after --shuffle_train_dataset and --max_train_samples."""
-        split = self.data.splits.get("train", NO_ROWS)
+        split = self.data.splits.get("train", NO_TRAINING_ROWS)
         if len(split) and self.settings.shuffle_train_dataset:
             order = torch.randperm(len(split), generator=torch.Generator().manual_seed(self.settings.seed))
             split = ClassificationSplit(split.name, split.data.select(order.tolist()))
-        return split.first(self.settings.max_train_samples)
+        return split.take(self.settings.max_train_samples)
 
     def make_evaluator(self, model: nn.Module) -> ClassificationEvaluator | None:
-        sets = [self.eval_set(split) for split in self.dev_splits]
+        sets = [self.make_eval_set(split) for split in self.dev_splits]
         test = self.data.splits.get("test")
-        self.test = None if test is None else self.eval_set(test)
+        self.test = None if test is None else self.make_eval_set(test)
         run = self.accelerator, model, sets, self.label_map, self.settings, self.output_weights
         self.evaluator = ClassificationEvaluator(self.scheme, self.data.threshold, *run)
         return self.evaluator if sets else None
@@ -333,7 +339,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
 
     def dev_results(self, evaluator: ClassificationEvaluator) -> dict[str, Any]:
         [dev] = evaluator.sets
-        details = score_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
+        details = compute_metric_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
         return {**super().dev_results(evaluator), **{f"eval_{name}": value for name, value in details.items()}}
 
     def results(self) -> dict[str, Any]:
@@ -352,21 +358,23 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
 
     def predictions(self, evaluator: ClassificationEvaluator) -> dict[str, str]:
         [dev] = evaluator.sets
-        return {"dev.jsonl": self._lines(dev, evaluator.predictions[dev.split.name])}
+        return {"dev.jsonl": self._format_predictions(dev, evaluator.predictions[dev.split.name])}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         for dev in self.evaluator.sets:
-            self._draw(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
+            self._draw_confusion_matrix(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
         predicted = self.evaluator.to_predictions(self.evaluator.predict_logits(self.test))
         results: dict[str, Any] = {"test_samples": len(self.test.split)}
         if self.test.labels is not None:
             labels = np.asarray(self.test.labels)
-            values = score(self.scheme, predicted, labels) | score_details(self.scheme, predicted, labels)
+            values = compute_classification_metrics(self.scheme, predicted, labels) | compute_metric_details(
+                self.scheme, predicted, labels
+            )
             results |= {f"test_{name}": value for name, value in values.items()}
-            self._draw(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
-        return results, {"test.jsonl": self._lines(self.test, predicted)}
+            self._draw_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
+        return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = []
@@ -378,16 +386,16 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
                 lines.append(f"{self.name} {split} ({results[f'{prefix}samples']} rows): {scores}\n")
         return "".join(lines)
 
-    def _draw(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
+    def _draw_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
         """Draw the confusion matrix of a split, if there is one label per row and not too many classes."""
-        drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MOST_DRAWN
+        drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
         if not drawn or not self.accelerator.is_main_process:
             return
-        matrix = score_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
+        matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
         title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
-        draw_confusion(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
+        draw_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
-    def _lines(self, rows: EvalSet, predicted: Predictions) -> str:
+    def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
         """Return the content of a JSONL file of predictions.
 
         Each line has the number of the row, the label if it is known, the prediction, the probabilities and the texts.
@@ -401,8 +409,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             record: dict[str, Any] = {"file": files[i]} if several else {}
             record["row"] = number
             if rows.labels is not None:
-                record["label"] = self._named(rows.labels[i])
-            record["prediction"] = self._named(predicted.chosen[i])
+                record["label"] = self._to_names(rows.labels[i])
+            record["prediction"] = self._to_names(predicted.chosen[i])
             if self.labels is not None:
                 shares = [float(f"{share:.6g}") for share in predicted.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
@@ -410,7 +418,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"
 
-    def _named(self, value: Any) -> Any:
+    def _to_names(self, value: Any) -> Any:
         """Return a label as its name, as a list of names, or as a number."""
         names = self.scheme.names
         if self.problem_type == REGRESSION:

@@ -46,9 +46,9 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     if not rows:
         raise ValueError(f"{path} must have at least one row, but has only a header.")
     # `_split_header` has checked that all text columns exist.
-    text_at = [position for names in task.text_columns if (position := _find(header, names)) is not None]
-    label_at = _find(header, task.label_columns) if has_labels else None
-    index_at = None if has_labels else _find(header, ("index", "id"))
+    text_at = [position for names in task.text_columns if (position := _find_column(header, names)) is not None]
+    label_at = _find_column(header, task.label_columns) if has_labels else None
+    index_at = None if has_labels else _find_column(header, ("index", "id"))
     names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
     columns: dict[str, list] = {name: [] for name in names}
     broken, empty = 0, []
@@ -89,7 +89,7 @@ def _decode(path: Path, number: int, line: bytes) -> list[str]:
         raise ValueError(f"{path}, line {number}: The line must be UTF-8, got {problem}. Convert the file.") from None
 
 
-def _find(header: list[str], names: tuple[str, ...]) -> int | None:
+def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
     """Return the position of the first of these names in a header, ignoring the case, or None."""
     lowered = [cell.strip().lower() for cell in header]
     return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
@@ -101,7 +101,7 @@ def _split_header(
     """Return the header and the other rows. Files without a header get the header of the task for their width."""
     first = rows[0][1]
     required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
-    missing = [names for names in required if _find(first, names) is None]
+    missing = [names for names in required if _find_column(first, names) is None]
     if not missing:
         lowered = [cell.strip().lower() for cell in first]
         if repeated := [name for names in required for name in names if lowered.count(name.lower()) > 1]:
@@ -119,7 +119,7 @@ def _split_header(
     )
 
 
-def _file_splits(
+def _find_split_files(
     task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
 ) -> dict[str, Path]:
     """Return the files of the splits, from the folder and from the file flags."""
@@ -162,7 +162,7 @@ def load_glue(
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
-        paths = _file_splits(task, data_dir, files, with_train)
+        paths = _find_split_files(task, data_dir, files, with_train)
         is_labelled = {split: split not in task.test_splits for split in paths}
         rows = {split: read_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
         return {split: ClassificationSplit(split, data) for split, data in rows.items()}
@@ -174,14 +174,14 @@ def load_glue(
             "--data_dir to a folder with the TSV files."
         ) from error
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
-    return {split: _hub_split(task, split, loaded[split]) for split in splits if split in loaded}
+    return {split: _rename_hub_columns(task, split, loaded[split]) for split in splits if split in loaded}
 
 
-def _hub_split(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
+def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
     """Return a split of the Hub with the column names of `ClassificationSplit`."""
     renamed = {}
     for i, names in enumerate(task.text_columns):
-        position = _find(data.column_names, names)
+        position = _find_column(data.column_names, names)
         if position is None:
             raise ValueError(
                 f"{HUB_DATASET}, {task.name}, {split}: There is no column {'|'.join(names)} in {data.column_names}. "
@@ -204,7 +204,7 @@ def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
     """
     task = TASKS["ax"]
     if data_dir is None:
-        return _hub_split(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
+        return _rename_hub_columns(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():

@@ -30,7 +30,7 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     Args:
         path: The file.
         needs_tags: Whether a line without a tag is an error. If false, the sentences get tags only if every line has a
-            tag and not all tags are "O", which stands for unknown tags.
+            tag and not all tags are "O", which means unknown tags.
 
     Raises:
         OSError: If the file cannot be read.
@@ -43,7 +43,7 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     uneven: tuple[int, str, int] | None = None
     untagged = 0  # the number of the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
-        cells = _columns(line)
+        cells = _split_columns(line)
         words, tags = sentences[-1]
         if not cells or cells[0] == "-DOCSTART-":
             if words:
@@ -66,19 +66,23 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
             first = first or (number, len(cells))
             uneven = uneven or ((number, line, len(cells)) if len(cells) != first[1] else None)
             if uneven and needs_tags:
-                raise ValueError(f"{path}, line {number}: {_parted(line, len(cells), *first)}")
+                raise ValueError(f"{path}, line {number}: {_describe_uneven_line(line, len(cells), *first)}")
         words.append(cells[0])
         tags.append(cells[-1] if is_tagged else UNTAGGED)
     if uneven and first:
         number, line, count = uneven
-        problem = _parted(line, count, *first)
-        logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _columns(line)[0])
+        problem = _describe_uneven_line(line, count, *first)
+        logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _split_columns(line)[0])
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must have at least one sentence, but has none.")
-    return sentences if needs_tags else _known(sentences, path, f"Line {untagged} has no tag" if untagged else None)
+    return (
+        sentences
+        if needs_tags
+        else _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
+    )
 
 
-def _known(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
+def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
     """Return test sentences, and remove their tags if these are unknown.
 
     Args:
@@ -101,7 +105,7 @@ def _is_tag(tag: str) -> bool:
     return tag == "O" or tag[:2] in ("B-", "I-")
 
 
-def _columns(line: str) -> list[str]:
+def _split_columns(line: str) -> list[str]:
     """Return the columns of a line. Blank lines have none."""
     if is_blank(line):
         return []
@@ -110,7 +114,7 @@ def _columns(line: str) -> list[str]:
     return [cell for cell in line.strip(BLANKS).split(" ") if cell]
 
 
-def _parted(line: str, count: int, first_line: int, first_count: int) -> str:
+def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
     """Return the message about a line with another number of columns than the first one."""
     return (
         f"{line!r} must have {first_count} columns separated by spaces as line {first_line}, got {count}. If words "
@@ -131,7 +135,7 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     name, names = settings.dataset_name, None
     try:
-        source: Any = _folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
+        source: Any = _read_folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
         if hasattr(source["validation"], "features"):
             names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
         read_splits = {split: source[split] for split in splits if split != "test" or split in source}
@@ -144,10 +148,10 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
             f"--dataset_name {name} cannot be loaded with splits train and validation and columns tokens and ner_tags "
             f"({type(error).__name__}: {error}). Use files instead."
         ) from error
-    return {split: _sentences(rows, names, f"{name} ({split})", split != "test") for split, rows in loaded.items()}
+    return {split: _name_tags(rows, names, f"{name} ({split})", split != "test") for split, rows in loaded.items()}
 
 
-def _folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
+def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
     """Return the rows of a local folder by split, or None if the source is not such a folder."""
     files = find_split_files(settings)
     if files is None:
@@ -158,7 +162,7 @@ def _folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | Non
     }
 
 
-def _sentences(
+def _name_tags(
     sentences: list[tuple[list[str], list[Any]]], names: list[str] | None, place: str, needs_tags: bool
 ) -> list[Sentence]:
     """Return the sentences of a split of a `datasets` source with the names of their tags.
@@ -171,25 +175,25 @@ def _sentences(
     """
     if not sentences:
         raise ValueError(f"{place} must have at least one sentence with words, but has none.")
-    reason = _unreadable(sentences, names)
+    reason = _describe_unreadable_tags(sentences, names)
     if reason is None and names:
         sentences = [(words, [names[tag] for tag in tags]) for words, tags in sentences]
-    reason = reason or _unknown_tag(sentences)
+    reason = reason or _describe_invalid_tag(sentences)
     if reason is not None and needs_tags:
         raise ValueError(f"{place}: {reason}. Correct the tags.")
     if reason is not None:
         sentences = [(words, []) for words, _ in sentences]
-    return sentences if needs_tags else _known(sentences, place, reason)
+    return sentences if needs_tags else _drop_unknown_tags(sentences, place, reason)
 
 
-def _unknown_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
+def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
     """Describe the first invalid tag, or return None."""
     tagged = ((word, tag) for words, tags in sentences for word, tag in zip(words, tags, strict=True))
     wrong = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
     return None if wrong is None else f"Tags must be O, B-... or I-..., got {wrong[1]!r} for {wrong[0]!r}"
 
 
-def _unreadable(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
+def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
     """Describe why the tags of a `datasets` source cannot be read, or return None."""
     if wrong := [words for words, tags in sentences if len(words) != len(tags)]:
         return f"There must be one tag per word in {' '.join(wrong[0])[:60]!r}"

@@ -7,9 +7,9 @@ from typing import ClassVar
 from ..engine.options import WITH_BEST_WEIGHTS, check_metric, option
 from ..engine.settings import FineTuningSettings
 
-__all__ = ["METRICS", "NerSettings"]
+__all__ = ["ENTITY_METRICS", "NerSettings"]
 
-METRICS = ("precision", "recall", "f1", "accuracy")
+ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,4 +48,4 @@ class NerSettings(FineTuningSettings):
             raise ValueError("--dataset_config_name needs --dataset_name. Add it, or remove the flag.")
         if importlib.util.find_spec("seqeval") is None:
             raise ValueError("Scores of entities need the package seqeval. Run `pip install seqeval`.")
-        check_metric(self.metric_for_best_model, ("loss", *METRICS))
+        check_metric(self.metric_for_best_model, ("loss", *ENTITY_METRICS))

@@ -16,7 +16,7 @@ from ..engine.models import check_trained_head, load_classifier, load_config
 from ..engine.text_rows import hash_texts
 from ..engine.tokenizers import check_max_length, encode_words, fit_token_types, load_tokenizer
 from .data import Sentence, load_sentences
-from .settings import METRICS, NerSettings
+from .settings import ENTITY_METRICS, NerSettings
 
 __all__ = ["NerFineTuning", "score_entities"]
 
@@ -31,7 +31,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
         references: The true tags of each sentence, equally many.
 
     Returns:
-        The metrics by name, from 0 to 1.
+        The values of the metrics, from 0 to 1.
 
     Example:
         ```python
@@ -40,7 +40,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     """
     from seqeval import metrics
 
-    functions = {name: getattr(metrics, f"{name}_score") for name in METRICS}
+    functions = {name: getattr(metrics, f"{name}_score") for name in ENTITY_METRICS}
     options = {name: {"zero_division": 0} for name in ("precision", "recall", "f1")}
     return {
         name: float(function(references, predictions, **options.get(name, {}))) for name, function in functions.items()
@@ -61,7 +61,7 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
         ```
     """
 
-    name, main_metric, shown_metrics = "tags", "f1", METRICS
+    name, main_metric, shown_metrics = "tags", "f1", ENTITY_METRICS
 
     def __init__(self, settings: NerSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
@@ -82,7 +82,7 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
         id2label: Any = self.config.id2label
         checkpoint_labels = {str(name) for name in id2label.values()}
         if not self.settings.only_evaluates:
-            self._warn_of_unlearned()
+            self._warn_about_unlearned_tags()
         # A checkpoint may have more tags than these sentences. If it is only evaluated, it cannot get new tags.
         if self.settings.only_evaluates or labels <= checkpoint_labels:
             labels = checkpoint_labels
@@ -96,7 +96,7 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
         self.rows, _ = self._encode_all("train")
         return model
 
-    def _warn_of_unlearned(self) -> None:
+    def _warn_about_unlearned_tags(self) -> None:
         """Warn about tags that only dev sentences have. The model gets outputs for them, but does not learn them."""
         learned = {tag for _, tags in self.splits["train"] for tag in tags}
         for words, tags in self.splits["validation"]:
@@ -148,22 +148,22 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
 
     def make_evaluator(self, model: nn.Module) -> MetricEvaluator:
         self.model = model
-        self.sets = {split: self._eval_set(split) for split in self.splits if split != "train"}
-        return MetricEvaluator(self._score)
+        self.sets = {split: self._make_eval_set(split) for split in self.splits if split != "train"}
+        return MetricEvaluator(self._compute_scores)
 
-    def _eval_set(self, split: str) -> tuple[Any, ...]:
+    def _make_eval_set(self, split: str) -> tuple[Any, ...]:
         """Return the batches of a split, the order of their rows, and the positions of the words."""
         rows, positions = self._encode_all(split)
         lengths = [len(row["input_ids"]) for row in rows]
         return *prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate), positions
 
-    def _score(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
         """Tag the dev sentences and return their metrics."""
-        self.dev_tags, loss = self._tag("validation")
+        self.dev_tags, loss = self._tag_sentences("validation")
         references = [tags for _, tags in self.splits["validation"]]
         return {**score_entities(self.dev_tags, references), "loss": loss}
 
-    def _tag(self, split: str) -> tuple[list[list[str]], float]:
+    def _tag_sentences(self, split: str) -> tuple[list[list[str]], float]:
         """Return the tags of each sentence, with "O" for words that are cut off, and the mean loss per word."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -183,47 +183,51 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
         return tags, float(losses.sum() / max(counts.sum(), 1))
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"hash of the training data": _hash(self.splits["train"]), "tags of the model": sorted(self.labels)}
+        return {
+            "hash of the training data": _hash_sentences(self.splits["train"]),
+            "tags of the model": sorted(self.labels),
+        }
 
     def dev_fingerprint(self) -> dict[str, Any]:
-        return {"hash of the dev data": _hash(self.splits["validation"])}
+        return {"hash of the dev data": _hash_sentences(self.splits["validation"])}
 
     def dev_results(self, evaluator: MetricEvaluator) -> dict[str, Any]:
         return {"eval_samples": len(self.splits["validation"])}
 
     def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
-        return {"dev.txt": _conll(self.splits["validation"], self.dev_tags)}
+        return {"dev.txt": _format_conll(self.splits["validation"], self.dev_tags)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if "test" not in self.splits:
             return {}, {}
-        sentences, (tags, loss) = self.splits["test"], self._tag("test")
+        sentences, (tags, loss) = self.splits["test"], self._tag_sentences("test")
         results: dict[str, Any] = {"test_samples": len(sentences)}
         if sentences[0][1]:
             scores = {**score_entities(tags, [tags for _, tags in sentences]), "loss": loss}
             results |= {f"test_{name}": value for name, value in scores.items()}
-        return results, {"test.txt": _conll(sentences, tags)}
+        return results, {"test.txt": _format_conll(sentences, tags)}
 
     def summary(self, results: dict[str, Any]) -> str:
         if "test_f1" not in results:
             return super().summary(results)
-        scores = ", ".join(f"{name} {results[f'test_{name}']:.4f}" for name in METRICS)
+        scores = ", ".join(f"{name} {results[f'test_{name}']:.4f}" for name in ENTITY_METRICS)
         return f"{super().summary(results)}\ntest ({results['test_samples']} sentences): {scores}; "
 
 
-def _hash(sentences: list[Sentence]) -> str:
+def _hash_sentences(sentences: list[Sentence]) -> str:
     """Return a hash of words and tags."""
     return hash_texts([(*words, *tags) for words, tags in sentences])
 
 
-def _conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
+def _format_conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
     """Return the content of a CoNLL file."""
     return "\n".join(
-        "".join(map(_line, words, sentence_tags)) for (words, _), sentence_tags in zip(sentences, tags, strict=True)
+        "".join(map(_format_line, words, sentence_tags))
+        for (words, _), sentence_tags in zip(sentences, tags, strict=True)
     )
 
 
-def _line(word: str, tag: str) -> str:
+def _format_line(word: str, tag: str) -> str:
     """Return the line of a word in a CoNLL file."""
     word = re.sub(r"[\t\r\n]", " ", word)  # words of a `datasets` source may contain separators
     return f"{word}{chr(9) if ' ' in word else ' '}{tag}\n"

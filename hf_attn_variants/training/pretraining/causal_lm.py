@@ -18,7 +18,14 @@ from .settings import CAUSAL_LM_TYPES, MaskedLMSettings
 from .task import PretrainingTask, pretrain, shuffle_positions
 from .text_stream import open_text_sources
 
-__all__ = ["CausalLMPreparation", "causal_lm_sums", "causal_logits", "make_decoder", "pretrain_causal_lm", "text_ends"]
+__all__ = [
+    "CausalLMPreparation",
+    "compute_causal_lm_sums",
+    "compute_causal_logits",
+    "convert_to_decoder",
+    "get_boundary_tokens",
+    "pretrain_causal_lm",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +48,7 @@ class CausalLMPreparation:
     takes_other_block = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
-        self.begin_id, self.separator, self.pad_id = *text_ends(tokenizer), tokenizer.pad_token_id
+        self.begin_id, self.separator, self.pad_id = *get_boundary_tokens(tokenizer), tokenizer.pad_token_id
         if self.pad_id is None:
             raise ValueError("The tokenizer must have a padding token, but has none. Use another --tokenizer_name.")
         self.length = self.block_length = length
@@ -59,7 +66,7 @@ class CausalLMPreparation:
         return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def text_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return the tokens that begin and end a text.
 
     Raises:
@@ -75,14 +82,14 @@ def text_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     return begin, end
 
 
-def causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits [b, n, V] of the next token at each position."""
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
 
 
-def causal_lm_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_causal_lm_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums` over all tokens of each example."""
-    return compute_label_sums(causal_logits(model, batch), batch["labels"])
+    return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
 
 
 def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
     """
     with open_session(settings) as accelerator:
         config, tokenizer = load_or_make_config(settings)
-        make_decoder(settings, config, tokenizer)
+        convert_to_decoder(settings, config, tokenizer)
         check_max_length(settings.max_length, config, tokenizer)
         text = open_text_sources(settings)
         prepare = CausalLMPreparation(tokenizer, settings.max_length)
@@ -107,8 +114,8 @@ def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         task = PretrainingTask(
             "causal LM",
             prepare,
-            make_label_objective(causal_logits),
-            causal_lm_sums,
+            make_label_objective(compute_causal_logits),
+            compute_causal_lm_sums,
             "predicted_tokens",
             # A token keeps its label, the next token. Only the order of the earlier tokens is lost.
             shuffle_positions,
@@ -117,7 +124,9 @@ def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         return pretrain(settings, accelerator, model, tokenizer, text, task)
 
 
-def make_decoder(settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def convert_to_decoder(
+    settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Change a configuration to a causal language model, with the tokens that begin and end a generated text.
 
     Raises:
@@ -138,7 +147,7 @@ def make_decoder(settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer
     if settings.model_name_or_path is not None and not getattr(config, "is_decoder", False):
         logger.info("%s was an encoder. It becomes a decoder, in which tokens attend only to earlier tokens.", name)
     config.is_decoder = True
-    config.bos_token_id, config.eos_token_id = text_ends(tokenizer)
+    config.bos_token_id, config.eos_token_id = get_boundary_tokens(tokenizer)
     check = getattr(config, "check_variant", None)  # only configurations of this package have it
     if check is not None:
         check()  # raises an error now if the attention has no causal form

@@ -21,12 +21,12 @@ from .settings import MaskedLMSettings
 from .task import PretrainingTask, pretrain, shuffle_positions
 from .text_stream import open_text_sources
 
-__all__ = ["masked_lm_objective", "masked_lm_sums", "pretrain_masked_lm"]
+__all__ = ["compute_masked_lm_sums", "make_masked_lm_objective", "pretrain_masked_lm"]
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
+def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
     """Return the objective that sums the cross-entropy of the masked tokens, and of the sentence task if there is one.
 
     Args:
@@ -39,7 +39,7 @@ def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) ->
     base_model = model.base_model
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels, sentence_logits = _logits(model, base_model, batch)
+        logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         if sentence_logits is None:
             return loss
@@ -53,7 +53,9 @@ def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) ->
     return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
 
 
-def _logits(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _compute_logits(
+    model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] or None."""
     chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
 
@@ -74,9 +76,9 @@ def _logits(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -
     return output.prediction_logits.float(), labels, sentence.float()
 
 
-def masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums` over masked tokens, and over pairs if there is a sentence task."""
-    logits, labels, sentence_logits = _logits(model, base_model, batch)
+    logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
     sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)
@@ -133,8 +135,8 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         task = PretrainingTask(
             "masked LM",
             prepare,
-            masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
-            lambda model, batch: masked_lm_sums(model, base_model, batch),
+            make_masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: compute_masked_lm_sums(model, base_model, batch),
             "masked_tokens",
             shuffle_positions,
         )

@@ -15,9 +15,9 @@ from ..engine.options import (
 )
 from ..engine.settings import EncoderDecoderVariantSettings, NewModelSettings, TrainingSettings
 
-__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
+__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_held_out_flags"]
 
-METRICS = ("loss", "perplexity", "accuracy")
+PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
 # nsp is the task of BERT (arXiv 1810.04805), and sop the task of ALBERT (arXiv 1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
 MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
@@ -26,7 +26,7 @@ MASKED, CAUSAL = "mlm", "clm"
 CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
 
 
-def check_evaluated(settings: TrainingSettings, reason: str = "") -> None:
+def check_held_out_flags(settings: TrainingSettings, reason: str = "") -> None:
     """Raise ValueError if a flag is set that needs held-out text. `reason` completes the message."""
     for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
         if getattr(settings, name) is not None:
@@ -76,9 +76,9 @@ class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
             raise ValueError(
                 f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
             )
-        check_metric(self.metric_for_best_model, METRICS)
+        check_metric(self.metric_for_best_model, PRETRAINING_METRICS)
         if self.validation_file is None and self.dataset_name is None:
-            check_evaluated(self)
+            check_held_out_flags(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,18 +27,18 @@ from .text_stream import open_text_sources
 
 __all__ = [
     "SpanCorruption",
-    "block_length",
     "check_span_corruption",
-    "corrupted_lengths",
-    "noise_counts",
-    "noise_spans",
+    "compute_block_length",
+    "compute_corrupted_lengths",
+    "compute_target_sums",
+    "count_noise",
+    "draw_noise_spans",
+    "get_sentinel_ids",
     "pretrain_span_corruption",
-    "sentinel_ids",
-    "target_sums",
 ]
 
 # The key of the random numbers of this module. No other use shares them (see `text_rows`).
-SPANS = 4
+SPANS_KEY = 4
 # The spellings of sentinels in vocabularies: a token of its own (T5, UMT5), or the beginning of a word (mT5, U+2581).
 SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
 
@@ -64,7 +64,7 @@ def check_span_corruption(
             f"{name} ({config.model_type}) must be an encoder-decoder that starts with its padding token, such as T5. "
             "Use another model for span corruption."
         )
-    if sentinel_ids(tokenizer, 1) == [None]:
+    if get_sentinel_ids(tokenizer, 1) == [None]:
         raise ValueError(
             f"The tokenizer of {settings.tokenizer_name or name} must have sentinels (<extra_id_0>, <extra_id_1>, "
             "...), but has none. Use a model that was pretrained with span corruption, such as T5, mT5 or UMT5."
@@ -73,14 +73,14 @@ def check_span_corruption(
     check_max_length(max_length, config, tokenizer)
 
 
-def sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
+def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
     """Return the token ids of the first sentinels, and None for each one that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
     spelling = next((form for form in SENTINELS if form.format(0) in vocabulary), SENTINELS[0])
     return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
-def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def count_noise(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the number of tokens of a block that are removed, and the number of removed spans.
 
     Args:
@@ -93,13 +93,13 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
 
 
-def corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the numbers of input and target tokens of a block, including sentinels and end tokens."""
-    noise, spans = noise_counts(length, density, mean_span)
+    noise, spans = count_noise(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
-def block_length(max_length: int, density: float, mean_span: float) -> int:
+def compute_block_length(max_length: int, density: float, mean_span: float) -> int:
     """Return the length of the longest block whose inputs have at most `max_length` tokens.
 
     With the default noise, 512 input tokens hold a block of 568 tokens with 114 target tokens.
@@ -108,22 +108,22 @@ def block_length(max_length: int, density: float, mean_span: float) -> int:
         ValueError: If `max_length` is too short for any block.
     """
     length = 1
-    if corrupted_lengths(length, density, mean_span)[0] > max_length:
+    if compute_corrupted_lengths(length, density, mean_span)[0] > max_length:
         raise ValueError(
             f"--max_length must be long enough for a sentinel, an end token and text, got {max_length}. Increase it."
         )
-    while corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
+    while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
         length += 1
     return length
 
 
-def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+def draw_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
     """Draw the start and the end of each removed span of a block [spans, 2].
 
     Text and spans alternate, and the text comes first. All divisions of the text and of the removed tokens are equally
     likely.
     """
-    noise, spans = noise_counts(length, density, mean_span)
+    noise, spans = count_noise(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
     return lengths.ravel().cumsum().reshape(-1, 2)
 
@@ -165,10 +165,10 @@ class SpanCorruption:
             )
         self.separator = self.eos_id
         self.density, self.mean_span, self.seed = density, mean_span, seed
-        self.block_length = block_length(max_length, density, mean_span)
-        self.input_length, self.target_length = corrupted_lengths(self.block_length, density, mean_span)
-        num_spans = noise_counts(self.block_length, density, mean_span)[1]
-        sentinels = sentinel_ids(tokenizer, num_spans)
+        self.block_length = compute_block_length(max_length, density, mean_span)
+        self.input_length, self.target_length = compute_corrupted_lengths(self.block_length, density, mean_span)
+        num_spans = count_noise(self.block_length, density, mean_span)[1]
+        sentinels = get_sentinel_ids(tokenizer, num_spans)
         if None in sentinels:
             raise ValueError(
                 f"The tokenizer must have {num_spans} sentinels (<extra_id_0>, ...) for --max_length {max_length}, "
@@ -180,15 +180,15 @@ class SpanCorruption:
         """Corrupt a block.
 
         Args:
-            block: At most `block_length` token ids.
+            block: At most `compute_block_length` token ids.
             key: The epoch and the number of the block. With the seed, they determine the spans.
 
         Returns:
             "input_ids" and "attention_mask" [n], and "decoder_input_ids" and "labels" (-100 at padding) [t].
         """
-        generator = np.random.default_rng((self.seed, SPANS, *key))
+        generator = np.random.default_rng((self.seed, SPANS_KEY, *key))
         inputs, targets, previous_end = [], [], 0
-        spans = noise_spans(len(block), self.density, self.mean_span, generator)
+        spans = draw_noise_spans(len(block), self.density, self.mean_span, generator)
         for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
             inputs += [block[previous_end:begin], [sentinel]]
             targets += [[sentinel], block[begin:end]]
@@ -196,13 +196,11 @@ class SpanCorruption:
         ids = np.concatenate([*inputs, block[previous_end:], [self.eos_id]]).astype(np.int64)
         labels = np.concatenate([*targets, [self.eos_id]]).astype(np.int64)
         return {
-            "input_ids": _padded(ids, self.input_length, self.pad_id),
+            "input_ids": _pad(ids, self.input_length, self.pad_id),
             "attention_mask": (np.arange(self.input_length) < len(ids)).astype(np.int64),
             # The decoder of T5 starts with the padding token.
-            "decoder_input_ids": _padded(
-                np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id
-            ),
-            "labels": _padded(labels, self.target_length, IGNORED_LABEL),
+            "decoder_input_ids": _pad(np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id),
+            "labels": _pad(labels, self.target_length, IGNORED_LABEL),
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,12 +214,12 @@ class SpanCorruption:
         return batch | {"input_ids": ids}
 
 
-def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
+def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
     """Pad token ids on the right."""
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 
-def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums` over the target tokens."""
     return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
 
@@ -259,7 +257,7 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
             "span corruption",
             prepare,
             make_label_objective(compute_target_logits),
-            target_sums,
+            compute_target_sums,
             "target_tokens",
             prepare.shuffle_text,
             {"block_length": prepare.block_length, "target_length": prepare.target_length},

@@ -32,11 +32,11 @@ __all__ = [
     "PreparedBlocks",
     "PretrainingTask",
     "TextEvaluator",
-    "attention_zeroed",
-    "context_results",
+    "compute_context_results",
+    "make_stream_batches",
     "pretrain",
     "shuffle_positions",
-    "stream_batches",
+    "zero_attention",
 ]
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class PretrainingTask:
     without_context: str = "unigram"
 
 
-def stream_batches(
+def make_stream_batches(
     settings: TrainingSettings,
     accelerator: Accelerator,
     sources: Sequence[TextSource],
@@ -154,20 +154,22 @@ class TextEvaluator(MetricEvaluator):
         task: PretrainingTask,
         settings: PretrainingSettings,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.loader = accelerator, model, loader
         self.task, self.settings = task, settings
 
-    def _scores(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
         """Return the metrics of the held-out text."""
-        (loss, accuracy, items), *pairs = _means(self._sums())
+        (loss, accuracy, items), *pairs = _compute_means(self._compute_sums())
         perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
         metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.task.items: items}
         if pairs and pairs[0][2]:
             metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
         return metrics
 
-    def _sums(self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch) -> list[float]:
+    def _compute_sums(
+        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
+    ) -> list[float]:
         """Return the sums of `PretrainingTask.row_sums` over all rows, with batches that `change` modifies."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
@@ -179,14 +181,14 @@ class TextEvaluator(MetricEvaluator):
         return torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
 
     def check_context(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention. See `context_results`."""
-        shuffled = _means(self._sums(self.task.shuffle))[0][0]
-        with attention_zeroed(self.accelerator.unwrap_model(self.model)):
-            zeroed = _means(self._sums())[0][0]
-        return context_results(self.metrics["loss"], shuffled, zeroed)
+        """Evaluate the model without word order and without attention. See `compute_context_results`."""
+        shuffled = _compute_means(self._compute_sums(self.task.shuffle))[0][0]
+        with zero_attention(self.accelerator.unwrap_model(self.model)):
+            zeroed = _compute_means(self._compute_sums())[0][0]
+        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
 
 
-def _means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
+def _compute_means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
     """Return the mean loss, the accuracy and the number of items, and the same of pairs if their sums are present."""
     triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
     return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
@@ -196,7 +198,7 @@ def _means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
 MIN_COST = 0.3
 
 
-def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
+def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
     """Return whether a model uses its context, from the increase of its loss without word order or attention.
 
     Args:
@@ -235,7 +237,7 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
+def zero_attention(model: PreTrainedModel) -> Iterator[None]:
     """Replace the attention outputs of a model by zeros, before the output projections.
 
     Raises:
@@ -282,7 +284,9 @@ def pretrain(
     if text.train:  # raises an error now if the text has no tokens
         read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # each process has its own dropout
-    batches = stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size)
+    batches = make_stream_batches(
+        settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size
+    )
     total_steps = count_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )

@@ -25,14 +25,14 @@ from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, 
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.tables import find_split_files
-from .settings import PretrainingSettings, TextSettings, check_evaluated
+from .settings import PretrainingSettings, TextSettings, check_held_out_flags
 
 __all__ = [
     "DatasetRows",
     "FolderFile",
-    "Place",
     "PretrainingText",
     "TextFile",
+    "TextPosition",
     "TextSource",
     "TextStream",
     "check_text_files",
@@ -64,7 +64,7 @@ class TextSource(Protocol):
     def keeps_whitespace(self) -> bool:
         """Whether to keep line ends, tabs and runs of spaces. Otherwise, each run becomes one space."""
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield the articles from `offset` on, each with its own offset."""
 
 
@@ -80,9 +80,10 @@ class TextFile:
 
     @property
     def name(self) -> str:
+        """The name of the file in error messages."""
         return str(self.path)
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield the articles from `offset` on, each with its own offset.
 
         Raises:
@@ -95,7 +96,9 @@ class TextFile:
             with self._open() as file:
                 by_returns = ends_by_returns(file)
                 file.seek(offset)
-                for line in itertools.chain(_lines(file, by_returns), [b""]):  # the end of the file ends an article
+                for line in itertools.chain(
+                    _read_lines(file, by_returns), [b""]
+                ):  # the end of the file ends an article
                     if b"\0" in line:
                         raise ValueError(
                             f"{self.path} must be UTF-8 text, but has a null character. Convert it to UTF-8."
@@ -118,7 +121,7 @@ class TextFile:
         return open_file(self.path)
 
 
-def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
+def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
     """Yield the lines of a file. Split lines that are too long for an article, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
@@ -130,14 +133,14 @@ def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
                 rest = line
                 continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
-            cut = line.rfind(b" ") + 1 or _last_character(line) or len(line)
+            cut = line.rfind(b" ") + 1 or _find_last_character(line) or len(line)
             line, rest = line[:cut], line[cut:]
         yield line
     if rest:
         yield rest
 
 
-def _last_character(line: bytes) -> int:
+def _find_last_character(line: bytes) -> int:
     """Return the start of the last UTF-8 character of a line. The character may be incomplete."""
     begin = len(line) - 1
     while begin and line[begin] & 0xC0 == 0x80:
@@ -155,7 +158,7 @@ class DatasetRows:
     shard: int = 0
     keeps_whitespace: bool = False
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield the texts of the rows from `offset` on, each with its row number. Skip rows without a value.
 
         Raises:
@@ -177,9 +180,9 @@ class DatasetRows:
             if isinstance(text, str):
                 yield number, text
             elif self.column in row and text is None:
-                _warn_of_nothing(self.name, self.column, number)
+                _warn_about_missing_values(self.name, self.column, number)
             else:
-                raise _no_text(self.name, number, self.column, row)
+                raise _make_missing_text_error(self.name, number, self.column, row)
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class FolderFile:
     column: str = "text"
     keeps_whitespace: bool = False
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield the texts of the rows from `offset` on, each with its row number. Skip blank texts.
 
         Raises:
@@ -205,12 +208,12 @@ class FolderFile:
         for number, row in itertools.islice(enumerate(rows), offset, None):
             text = row.get(self.column)
             if not isinstance(text, str):
-                raise _no_text(self.name, number, self.column, row)
+                raise _make_missing_text_error(self.name, number, self.column, row)
             if not is_blank(text):
                 yield number, text
 
 
-def _no_text(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
+def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
     """Return the error for a row without a text."""
     return ValueError(
         f"{name}, row {number}: There is no text in the column {column!r}; the columns are {', '.join(row)}. Set "
@@ -221,7 +224,7 @@ def _no_text(name: str, number: int, column: str, row: dict[str, Any]) -> ValueE
 _warned: set[tuple[str, str]] = set()
 
 
-def _warn_of_nothing(name: str, column: str, number: int) -> None:
+def _warn_about_missing_values(name: str, column: str, number: int) -> None:
     """Warn about rows without a value, once per shard and column."""
     if (name, column) not in _warned:  # each epoch reads a shard again
         _warned.add((name, column))
@@ -247,7 +250,7 @@ def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False
                 "folder of the table to --dataset_name and the column of the texts to --text_column."
             )
         # A file with only a byte-order mark has one article without a character.
-        if not any(text.strip() for _, text in file.articles()):
+        if not any(text.strip() for _, text in file.read_articles()):
             raise ValueError(f"{file.path} must have text, but has none.")
     return files
 
@@ -291,7 +294,7 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
-        check_evaluated(settings, f", but {settings.dataset_name} has no split 'validation'")
+        check_held_out_flags(settings, f", but {settings.dataset_name} has no split 'validation'")
     return text
 
 
@@ -321,9 +324,9 @@ def open_text(settings: TextSettings) -> PretrainingText:
                 f"{', '.join(available)}."
             )
         if not dev and "validation" in available:
-            dev = _dataset_shards(settings, splits, split_files, "validation")
+            dev = _open_dataset_shards(settings, splits, split_files, "validation")
             dev_hash = _hash_dataset(split_files.get("validation", ()))
-        train = _dataset_shards(settings, splits, split_files, "train")
+        train = _open_dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
     # The value is None by default, because checkpoints of earlier versions lack it.
@@ -343,7 +346,7 @@ def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], 
             files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
             return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
         except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
-            raise _opening_error(f"{settings.dataset_name}", files, error) from error
+            raise _make_opening_error(f"{settings.dataset_name}", files, error) from error
 
 
 def _is_writable(folder: Path) -> bool:
@@ -355,7 +358,7 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
+def _make_opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
     """Return the error for a dataset that cannot be opened, with advice."""
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, StopIteration):  # `datasets` raises it when it looks for columns
@@ -369,7 +372,7 @@ def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Excepti
     return kind(f"--dataset_name {name} cannot be opened ({reason}).{advice}")
 
 
-def _dataset_shards(
+def _open_dataset_shards(
     settings: TextSettings, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
     """Return the shards of a split, and check that there is at least one row with text."""
@@ -389,7 +392,7 @@ def _dataset_shards(
             for i, name in enumerate(names)
         ]
     # Read one article, so that a wrong column is an error now.
-    if all(next(shard.articles(), None) is None for shard in shards):
+    if all(next(shard.read_articles(), None) is None for shard in shards):
         raise ValueError(f"{settings.dataset_name} ({split}) must have at least one row, but has none.")
     return shards
 
@@ -404,12 +407,12 @@ def _hash_dataset(files: Sequence[str]) -> str:
 
 
 # The number of texts per call of the tokenizer.
-TOKENIZER_BATCH = 32
+TEXTS_PER_CALL = 32
 # The keys of the random numbers of this module. No other use shares them.
 SHARD_ORDER, WINDOW_ORDER = 0, 1
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """The position of the start of a block.
 
     Attributes:
@@ -423,7 +426,7 @@ class Place(NamedTuple):
     token: int = 0
 
 
-TEXT_BEGIN = Place()
+TEXT_START = TextPosition()
 
 
 def pack_blocks(
@@ -431,8 +434,8 @@ def pack_blocks(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     separator: int,
-    start: Place = TEXT_BEGIN,
-) -> Iterator[tuple[np.ndarray, Place]]:
+    start: TextPosition = TEXT_START,
+) -> Iterator[tuple[np.ndarray, TextPosition]]:
     """Cut the tokens of all articles into blocks of equal length. The last block may be shorter.
 
     Args:
@@ -445,32 +448,32 @@ def pack_blocks(
     Yields:
         The token ids of a block [length], and the position of its start.
     """
-    reserved = _reserved_ids(tokenizer)
+    reserved = _get_reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)
     # The index in `rest` and the position of each article that begins in `rest`.
-    begins: list[tuple[int, Place]] = []
+    begins: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
-        for offset, tokens in _tokenized(source, tokenizer, first, separator, reserved):
+        for offset, tokens in _tokenize_articles(source, tokenizer, first, separator, reserved):
             skipped = start.token if (shard, offset) == start[:2] else 0
-            begins.append((len(rest), Place(shard, offset, skipped)))
+            begins.append((len(rest), TextPosition(shard, offset, skipped)))
             rest = np.concatenate([rest, tokens[skipped:]])
             whole = len(rest) // length
             for i in range(whole):
-                yield rest[i * length : (i + 1) * length], _place_at(begins, i * length)
+                yield rest[i * length : (i + 1) * length], _get_position(begins, i * length)
             if whole:
-                begins = _without(begins, whole * length)
+                begins = _drop_tokens(begins, whole * length)
                 rest = rest[whole * length :]
     if len(rest):
-        yield rest, _place_at(begins, 0)
+        yield rest, _get_position(begins, 0)
 
 
-def _tokenized(
+def _tokenize_articles(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the tokens of the articles of a shard, each with its offset. Skip articles without tokens."""
-    articles = source.articles(offset)
-    while batch := list(itertools.islice(articles, TOKENIZER_BATCH)):
+    articles = source.read_articles(offset)
+    while batch := list(itertools.islice(articles, TEXTS_PER_CALL)):
         encoded = tokenizer(
             [text.strip("\r\n") if source.keeps_whitespace else " ".join(text.split()) for _, text in batch],
             add_special_tokens=False,
@@ -485,7 +488,7 @@ def _tokenized(
                 yield begin, np.append(tokens, separator)
 
 
-def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the token ids that are removed from text: special tokens except the unknown token, and sentinels.
 
     `all_special_ids` is not used, because it includes punctuation for some tokenizers.
@@ -496,17 +499,17 @@ def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
 
 
-def _place_at(begins: list[tuple[int, Place]], index: int) -> Place:
+def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
     """Return the position of a token of `rest` in `pack_blocks`."""
     begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
 
-def _without(begins: list[tuple[int, Place]], cut: int) -> list[tuple[int, Place]]:
+def _drop_tokens(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
     """Return the starts of the articles after the first `cut` tokens of `rest` in `pack_blocks` are removed."""
     # The rest of the article that contains the cut begins at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
-    return [(0, _place_at(begins, cut)), *later]
+    return [(0, _get_position(begins, cut)), *later]
 
 
 def read_blocks(
@@ -572,7 +575,7 @@ class TextStream(IterableDataset):
 
     def start_epoch(self, epoch: int) -> None:
         """Select the epoch that `__iter__` yields, from its first batch."""
-        self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_BEGIN]
+        self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_START]
 
     def seek(self, batches: int, position: list[int]) -> None:
         """Skip the first `batches` batches of the epoch. `position` is the "position" of the last one."""
@@ -597,7 +600,7 @@ class TextStream(IterableDataset):
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
-        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, Place(*place))
+        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, TextPosition(*place))
         while window_blocks := list(itertools.islice(blocks, self.window)):
             position = [window, number, *window_blocks[0][1]]
             generator = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window))

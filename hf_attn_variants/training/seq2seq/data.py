@@ -30,16 +30,17 @@ from ..classification.data import ClassificationSplit
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
 from ..engine.tokenizers import check_max_length, warn_about_truncation
 from ..glue.data import load_glue
-from ..glue.task import compute_metrics
+from ..glue.task import compute_glue_metrics
 from ..squad.data import Question, load_squad
 from ..squad.metrics import score_answer
 from ..squad.settings import METRIC_NAMES
-from .metrics import choose_tokenizer, log_tokenizer, score_texts, text_metric
-from .settings import COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
+from .metrics import choose_tokenizer, get_text_metric, log_tokenizer, score_texts
+from .settings import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
 
 __all__ = [
     "Seq2SeqData",
     "Seq2SeqSplit",
+    "apply_recorded_texts",
     "check_encoder_decoder",
     "check_seq2seq_lengths",
     "format_glue",
@@ -48,8 +49,7 @@ __all__ = [
     "load_seq2seq_data",
     "load_task",
     "parse_texts",
-    "warn_of_long_texts",
-    "with_recorded_texts",
+    "warn_about_long_texts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Seq2SeqSplit:
     def __len__(self) -> int:
         return len(self.sources)
 
-    def first(self, count: int | None) -> "Seq2SeqSplit":
+    def take(self, count: int | None) -> "Seq2SeqSplit":
         """Return the split with its first `count` rows, or with all rows if `count` is None."""
         references = self.references[:count] if self.references is not None else None
         return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
@@ -91,7 +91,7 @@ class Seq2SeqData:
     """The splits of a run and their metrics.
 
     Attributes:
-        splits: The splits by name: some of "train", "dev" and "test".
+        splits: Maps "train", "dev" and "test" to the splits that exist.
         score: Maps (predictions, references) to the metrics of a split.
         metric_names: The names of the metrics.
         main_metric: The metric that selects the best weights by default.
@@ -109,13 +109,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Read the splits that the flags name: parallel text, tables, or a `datasets` source.
 
     Args:
-        settings: The settings of the run, after `with_recorded_texts`.
+        settings: The settings of the run, after `apply_recorded_texts`.
 
     Raises:
         OSError: If a file or a dataset of the Hub cannot be read.
         ValueError: If a file has invalid content, has no row, or lacks a column.
     """
-    metrics, names = _metrics(settings)  # comes first, because the code of a foreign metric may fail
+    metrics, names = _resolve_metrics(settings)  # comes first, because the code of a foreign metric may fail
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
         if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
@@ -124,11 +124,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
         if rows is not None:
             sources = [(settings.source_prefix or "") + row[0] for row in rows.texts]
             references = [row[1:] for row in rows.texts] if len(rows.texts[0]) > 1 else None
-            splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _keys(rows))
+            splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
-        logger.warning("test: Column %r has no text, so the split is predicted and not scored.", _columns(settings)[1])
+        logger.warning(
+            "test: Column %r has no text, so the split is predicted and not scored.", _get_columns(settings)[1]
+        )
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
-    results: dict[str, Any] = dict(zip(COLUMNS, _columns(settings), strict=True)) if reads_columns else {}
+    results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}
     if settings.source_prefix:
         results["source_prefix"] = settings.source_prefix
     tokenize = settings.tokenize
@@ -142,14 +144,14 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
-def _keys(rows: PlacedRows) -> list[dict[str, Any]]:
+def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
     """Return the keys of rows in the predictions: the number from 1 and, if there are several files, the file."""
     if len({*rows.files}) == 1:
         return [{"row": number} for number in rows.numbers]
     return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
 
 
-def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the metrics and the names of their values.
 
     Raises:
@@ -157,7 +159,7 @@ def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...
     """
     settings_metrics: Any = settings.metrics  # `Seq2SeqSettings.__post_init__` has set the default
     metrics: tuple[str, ...] = tuple(settings_metrics)
-    names = tuple(value for name in metrics for value in text_metric(name).names)
+    names = tuple(value for name in metrics for value in get_text_metric(name).names)
     for name in ("loss", *names):
         if ("loss", *names).count(name) > 1:
             raise ValueError(
@@ -167,17 +169,19 @@ def _metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...
     return metrics, names
 
 
-def with_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
+def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
     """Return the settings of a run that only evaluates, with the columns and the prefix of the training of the model.
 
     Settings that the user gives do not change, and neither do the settings of other runs.
     """
     if not settings.only_evaluates:
         return settings
-    return apply_recorded_columns(settings, _first_row(settings), dict.fromkeys(COLUMNS, ()), ("source_prefix",))
+    return apply_recorded_columns(
+        settings, _read_first_row(settings), dict.fromkeys(DEFAULT_COLUMNS, ()), ("source_prefix",)
+    )
 
 
-def _first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
+def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
     """Return the first row of the columns that are read, or None if no columns are read."""
     if settings.task_name is not None:
         return None
@@ -191,9 +195,9 @@ def _first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
     return None if record is None else record.values
 
 
-def _columns(settings: Seq2SeqSettings) -> tuple[str, str]:
+def _get_columns(settings: Seq2SeqSettings) -> tuple[str, str]:
     """Return the source column and the target column."""
-    source, target = (getattr(settings, name) or default for name, default in COLUMNS.items())
+    source, target = (getattr(settings, name) or default for name, default in DEFAULT_COLUMNS.items())
     return source, target
 
 
@@ -211,7 +215,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
         table = files.get({"dev": "validation"}.get(name, name))
         if table is None:
             return None
-    columns: tuple[str, ...] = _columns(settings)
+    columns: tuple[str, ...] = _get_columns(settings)
     if source is not None and target is not None:
         return read_placed_pairs(source, target)
     # Blank sources without targets are rows too, so that the predictions have the same row numbers.
@@ -220,7 +224,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
         return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
     if table is not None:
         flags = "--source_column and --target_column"
-        if name == "test" and not has_texts(_table_rows(table), columns[1]):
+        if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
             return read_placed_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
         return read_placed_columns(table, columns, flags)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
@@ -255,7 +259,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     return PlacedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
 
 
-def _table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of tables."""
     return (record.values for path in paths for record in read_records(Path(path)))
 
@@ -285,7 +289,7 @@ def check_seq2seq_lengths(
         check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
 
 
-def warn_of_long_texts(
+def warn_about_long_texts(
     split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
 ) -> dict[str, int]:
     """Warn about sources and targets that are longer than the maximum lengths.
@@ -302,7 +306,7 @@ def warn_of_long_texts(
 
 
 # The names and the order of the texts of a task in T5 (MNLI has the second text first). Other tasks use the columns.
-WORDS: dict[str, tuple[tuple[int, str], ...]] = {
+T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
     "mnli": ((1, "hypothesis"), (0, "premise")),
     "mrpc": ((0, "sentence1"), (1, "sentence2")),
 }
@@ -312,7 +316,7 @@ SCORE_STEPS = 5
 
 def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
     """Format a GLUE example as text: "qnli question: ... sentence: ..."."""
-    words = WORDS.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
+    words = T5_TEXT_NAMES.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
     return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
 
 
@@ -362,7 +366,7 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: If a file or a dataset of the Hub cannot be read.
         ValueError: If there is no such task, or if a file has invalid content.
     """
-    files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
+    files = {f"{name}_file": _get_only_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
         data.results["source_prefix"] = settings.source_prefix
@@ -371,7 +375,7 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     return data
 
 
-def _one_file(settings: Seq2SeqSettings, name: str) -> str | None:
+def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
     """Return the only file of a split, or None."""
     files = getattr(settings, f"{name}_file")
     if files is not None and len(files) > 1:
@@ -387,19 +391,21 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     loaded = load_glue(task, settings.data_dir, files, with_train=not settings.only_evaluates)
     dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
     sources = {"train": "train", "dev": dev, "test": test}
-    splits = {name: _glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded}
+    splits = {
+        name: _format_glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded
+    }
     labels = np.asarray(loaded[dev].data["label"])
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         # Compare with the exact score, and not with the rounded score of the text.
         true = labels[: len(texts)]
-        return compute_metrics(task.metrics, parse_texts(task, texts, true), true)
+        return compute_glue_metrics(task.metrics, parse_texts(task, texts, true), true)
 
     names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
     return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
 
 
-def _glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
+def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
     """Return a split of a GLUE task as text."""
     columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
     sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]

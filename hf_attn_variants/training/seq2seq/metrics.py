@@ -19,10 +19,10 @@ __all__ = [
     "TextMetric",
     "UnicodeTokenizer",
     "choose_tokenizer",
+    "get_text_metric",
     "is_ascii_writing",
     "log_tokenizer",
     "score_texts",
-    "text_metric",
 ]
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ KANA = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
 UNSPACED = ("CJK", *KANA, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 # Minimum shares of letters. The Chinese tokenizer splits words of other scripts as 13a does, so a few Chinese letters
 # suffice. The tokenizer "char" splits all words into characters.
-LEAST_CHINESE, LEAST_KANA, LEAST_OTHER = 0.1, 0.05, 0.1
-SHOWN_LETTERS = 200_000
+MIN_CHINESE_SHARE, MIN_KANA_SHARE, MIN_OTHER_SHARE = 0.1, 0.05, 0.1
+MAX_COUNTED_LETTERS = 200_000
 # The tokenizer of sacrebleu for a language, by the first letters of --target_lang.
 LANGUAGES = {"zh": "zh", "zho": "zh", "yue": "zh", "ja": "ja", "jpn": "ja"}
 LANGUAGES |= dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char")
@@ -57,15 +57,15 @@ def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) 
     """
     language = LANGUAGES.get(re.split(r"[^a-z]", (target_lang or "").lower())[0])
     if language is None:
-        counts = _scripts(references)
+        counts = _count_scripts(references)
         total, kana = sum(counts.values()), sum(counts[name] for name in KANA)
         chinese = counts["CJK"] + counts["BOPOMOFO"] + kana
         other = sum(counts[name] for name in UNSPACED) - chinese
         language = "13a"
-        if other > max(LEAST_OTHER * total, chinese):
+        if other > max(MIN_OTHER_SHARE * total, chinese):
             language = "char"
-        elif chinese > LEAST_CHINESE * total:
-            language = "ja" if kana > LEAST_KANA * chinese else "zh"
+        elif chinese > MIN_CHINESE_SHARE * total:
+            language = "ja" if kana > MIN_KANA_SHARE * chinese else "zh"
     if language == "ja":
         has_mecab = all(importlib.util.find_spec(name) is not None for name in ("MeCab", "ipadic"))
         return "ja-mecab" if has_mecab else "char"
@@ -80,25 +80,25 @@ def log_tokenizer(name: str, is_user_choice: bool) -> None:
 
 def is_ascii_writing(texts: Iterable[str]) -> bool:
     """Return whether at least 90 % of the letters are a to z, so that the tokenizer of rouge_score fits."""
-    counts = _scripts(texts)
-    return counts["ASCII"] >= (1 - LEAST_OTHER) * sum(counts.values())
+    counts = _count_scripts(texts)
+    return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
 
 
-def _scripts(texts: Iterable[str]) -> Counter[str]:
+def _count_scripts(texts: Iterable[str]) -> Counter[str]:
     """Count letters by their script without spaces, as "ASCII", or as "" for others."""
     characters: Counter[str] = Counter()
     for text in texts:
         characters.update(text)
-        if characters.total() > SHOWN_LETTERS:
+        if characters.total() > MAX_COUNTED_LETTERS:
             break
     counts: Counter[str] = Counter()
     for character, count in characters.items():
         if character.isalpha():
-            counts["ASCII" if character.isascii() else _unspaced(character)] += count
+            counts["ASCII" if character.isascii() else _get_unspaced_script(character)] += count
     return counts
 
 
-def _unspaced(character: str) -> str:
+def _get_unspaced_script(character: str) -> str:
     """Return the script without spaces that a letter belongs to, or "" for others."""
     name = unicodedata.name(character, "")
     return next((script for script in UNSPACED if name.startswith(script)), "")
@@ -114,7 +114,7 @@ class UnicodeTokenizer:
             is_word = unicodedata.category(character)[0] in "LMN"
             if not is_word:
                 parts.append(" ")
-            elif not character.isascii() and _unspaced(character):
+            elif not character.isascii() and _get_unspaced_script(character):
                 parts.append(f" {character} ")
             else:
                 parts.append(character)
@@ -126,7 +126,7 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_END = re.compile("(?<=[.!?\u0964\u061f\u06d4])\\s+|(?<=[\u3002\uff01\uff1f])\\s*")
 
 # The texts for the trial of a foreign metric.
-TRIAL = ("A dog runs.", "Two cats sleep in the sun.")
+TRIAL_TEXTS = ("A dog runs.", "Two cats sleep in the sun.")
 
 # One or more reference texts per prediction.
 References = Sequence[Sequence[str]]
@@ -138,14 +138,14 @@ class TextMetric:
 
     Attributes:
         names: The names of its values.
-        score: Maps (predictions, references) to the values by name.
+        score: Maps (predictions, references) to the named values.
     """
 
     names: tuple[str, ...]
     score: Callable[..., dict[str, float]]
 
 
-def _bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
+def _compute_bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
     """Compute BLEU."""
     import sacrebleu
 
@@ -154,7 +154,7 @@ def _bleu(predictions: Sequence[str], references: References, tokenize: str | No
     return {"bleu": sacrebleu.corpus_bleu(list(predictions), streams, tokenize=tokenize).score}
 
 
-def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
     """Compute chrF."""
     import sacrebleu
 
@@ -163,7 +163,7 @@ def _chrf(predictions: Sequence[str], references: References) -> dict[str, float
     return {"chrf": sacrebleu.corpus_chrf(list(predictions), streams).score}
 
 
-def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
     """Compute ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum."""
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -180,7 +180,7 @@ def _rouge(predictions: Sequence[str], references: References) -> dict[str, floa
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE_TYPES}
 
 
-def _accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
     """Compute the share of texts that equal a reference."""
     right = [
         text.strip() in {reference.strip() for reference in row}
@@ -193,24 +193,24 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
 # ROUGE is the F-measure (0 to 100), with Porter stemming if the letters are a to z. The accuracy is the share of texts
 # that equal a reference, ignoring surrounding whitespace.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), _bleu),
-    "chrf": TextMetric(("chrf",), _chrf),
-    "rouge": TextMetric(ROUGE_TYPES, _rouge),
-    "accuracy": TextMetric(("accuracy",), _accuracy),
+    "bleu": TextMetric(("bleu",), _compute_bleu),
+    "chrf": TextMetric(("chrf",), _compute_chrf),
+    "rouge": TextMetric(ROUGE_TYPES, _compute_rouge),
+    "accuracy": TextMetric(("accuracy",), _compute_accuracy),
 }
 
 
-def text_metric(name: str) -> TextMetric:
+def get_text_metric(name: str) -> TextMetric:
     """Return a metric by its name, or a metric of `evaluate` by its script or repository. The code of it is run.
 
     Raises:
         ValueError: If `evaluate` cannot load the metric, or if it returns no number for texts.
     """
-    return TEXT_METRICS.get(name) or _loaded(name)
+    return TEXT_METRICS.get(name) or _load_evaluate_metric(name)
 
 
 @cache
-def _loaded(name: str) -> TextMetric:
+def _load_evaluate_metric(name: str) -> TextMetric:
     """Load a metric of `evaluate`, and compute it for two texts to get the names of its values."""
     import evaluate
     from datasets import Value
@@ -230,7 +230,7 @@ def _loaded(name: str) -> TextMetric:
             values = metric.compute(predictions=list(predictions), references=rows)
             return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
 
-        names = tuple(score(TRIAL, [(text,) for text in TRIAL]))
+        names = tuple(score(TRIAL_TEXTS, [(text,) for text in TRIAL_TEXTS]))
     except Exception as error:  # foreign code can raise any error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
@@ -260,7 +260,7 @@ def score_texts(
         tokenize: The tokenizer of sacrebleu for BLEU. None: the tokenizer for the script of the references.
 
     Returns:
-        The values by name.
+        The values of the metrics.
 
     Raises:
         ValueError: If a metric is unknown, if its package is missing, or if the numbers of rows differ.
@@ -279,5 +279,5 @@ def score_texts(
     values: dict[str, float] = {}
     for name in names:
         options = {"tokenize": tokenize} if name == "bleu" else {}
-        values |= text_metric(name).score(predictions, references, **options)
+        values |= get_text_metric(name).score(predictions, references, **options)
     return values

@@ -12,7 +12,7 @@ from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGH
 from ..engine.settings import EncoderDecoderVariantSettings, FineTuningSettings, LanguageSettings, NewModelSettings
 
 __all__ = [
-    "COLUMNS",
+    "DEFAULT_COLUMNS",
     "METRIC_PACKAGES",
     "SPLITS",
     "SQUAD",
@@ -38,9 +38,9 @@ HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 SPLITS = ("train", "validation", "test")
 # The prefixes of the flags for the parallel text of a split.
-PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
+FLAG_PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
 # The default columns.
-COLUMNS = {"source_column": "source", "target_column": "target"}
+DEFAULT_COLUMNS = {"source_column": "source", "target_column": "target"}
 
 
 def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) -> None:
@@ -72,14 +72,14 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             )
 
 
-def _side(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
+def _make_side_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
     """Return the option for one side of the parallel text of a split."""
     return option(
         f"File with the {side} texts of the {split} split, one per line (.txt, .gz){more}.", None, resume=resume
     )
 
 
-def _table(split: str, resume: str | None = None) -> tuple[str, ...] | None:
+def _make_table_option(split: str, resume: str | None = None) -> tuple[str, ...] | None:
     """Return the option for the tables of a split."""
     text = (
         f"{split} tables, instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format)."
@@ -156,15 +156,17 @@ class Seq2SeqSettings(
 
     title: ClassVar[str] = "text"
 
-    source_file: str | None = _side("training", "source")
-    target_file: str | None = _side("training", "target")
-    validation_source_file: str | None = _side("dev", "source", WITH_BEST_WEIGHTS)
-    validation_target_file: str | None = _side("dev", "target", WITH_BEST_WEIGHTS)
-    test_source_file: str | None = _side("test", "source")
-    test_target_file: str | None = _side("test", "target", more="; without it, the split is only predicted")
-    train_file: tuple[str, ...] | None = _table("Train")
-    validation_file: tuple[str, ...] | None = _table("Validation", WITH_BEST_WEIGHTS)
-    test_file: tuple[str, ...] | None = _table("Test")
+    source_file: str | None = _make_side_option("training", "source")
+    target_file: str | None = _make_side_option("training", "target")
+    validation_source_file: str | None = _make_side_option("dev", "source", WITH_BEST_WEIGHTS)
+    validation_target_file: str | None = _make_side_option("dev", "target", WITH_BEST_WEIGHTS)
+    test_source_file: str | None = _make_side_option("test", "source")
+    test_target_file: str | None = _make_side_option(
+        "test", "target", more="; without it, the split is only predicted"
+    )
+    train_file: tuple[str, ...] | None = _make_table_option("Train")
+    validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)
+    test_file: tuple[str, ...] | None = _make_table_option("Test")
     source_column: str | None = option(
         "Column with the sources (default: source; if the model is only evaluated, the column of its training).",
         None,
@@ -216,14 +218,16 @@ class Seq2SeqSettings(
         """Return the settings that a resumed run must share, as JSON values."""
         # Checkpoints of earlier versions contain the default columns instead of None.
         values = super().resume_values(with_best_weights)
-        return values | {name: COLUMNS[name] for name in COLUMNS.keys() & values if values[name] is None}
+        return values | {
+            name: DEFAULT_COLUMNS[name] for name in DEFAULT_COLUMNS.keys() & values if values[name] is None
+        }
 
     def check(self) -> None:
         """Check that there is exactly one source of text, in addition to other checks."""
         super().check()
-        has_parallel = {s: getattr(self, f"{prefix}source_file") is not None for s, prefix in PREFIXES.items()}
+        has_parallel = {s: getattr(self, f"{prefix}source_file") is not None for s, prefix in FLAG_PREFIXES.items()}
         has_table = {split: getattr(self, f"{split}_file") is not None for split in SPLITS}
-        for split, prefix in PREFIXES.items():
+        for split, prefix in FLAG_PREFIXES.items():
             has_target = getattr(self, f"{prefix}target_file") is not None
             if has_target != has_parallel[split] and not (split == "test" and has_parallel[split]):
                 raise ValueError(f"--{prefix}source_file and --{prefix}target_file must be set together. Set both.")

@@ -27,17 +27,17 @@ from ..engine.settings import is_greater_better
 from ..engine.text_rows import TextRows, hash_texts, make_pair_collator
 from .data import (
     Seq2SeqSplit,
+    apply_recorded_texts,
     check_encoder_decoder,
     check_seq2seq_lengths,
     load_seq2seq_data,
     load_task,
-    warn_of_long_texts,
-    with_recorded_texts,
+    warn_about_long_texts,
 )
 from .metrics import TEXT_METRICS
 from .settings import Seq2SeqSettings
 
-__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "Seq2SeqFineTuning", "beam_suffix"]
+__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "Seq2SeqFineTuning", "get_beam_suffix"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Decoder:
                     do_sample=False,
                     **options,
                 )[:, 1:]  # without the start token of the decoder
-            lengths = _text_lengths(ids, model.generation_config.eos_token_id)
+            lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
             seconds += time.perf_counter() - start
             ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
             # Drop the rows that were repeated to fill the last batch of each process.
@@ -141,7 +141,7 @@ class Decoder:
         return values, decoded.texts
 
 
-def _text_lengths(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
+def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     """Return the number of tokens of each row of `ids` [b, n] up to and including its first end token: [b]."""
     ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
     before = ends.cumsum(-1) == 0
@@ -184,15 +184,15 @@ class Seq2SeqEvaluator:
             self.metrics, self.texts, self.seconds = {}, {}, 0.0
         start = time.perf_counter()
         if "loss" not in self.metrics:
-            self.metrics["loss"] = self.loss()
+            self.metrics["loss"] = self.compute_loss()
         for i, num_beams in enumerate(beams):
             if num_beams not in self.texts:
                 values, self.texts[num_beams] = self.decoder.decode_and_score(self.data, num_beams)
-                suffix = beam_suffix(i, num_beams)
+                suffix = get_beam_suffix(i, num_beams)
                 self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
         self.seconds += time.perf_counter() - start
 
-    def loss(self) -> float:
+    def compute_loss(self) -> float:
         """Return the mean cross-entropy of the target tokens in nats, without label smoothing."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
@@ -206,7 +206,7 @@ class Seq2SeqEvaluator:
         return total / max(tokens, 1)
 
 
-def beam_suffix(position: int, num_beams: int) -> str:
+def get_beam_suffix(position: int, num_beams: int) -> str:
     """Return the suffix of metric names: empty for the first number of beams, and `_beam<number>` for the others."""
     return f"_beam{num_beams}" if position else ""
 
@@ -241,7 +241,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
         check_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
-        texts = with_recorded_texts(settings)
+        texts = apply_recorded_texts(settings)
         self.data = load_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
         self._choose_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
@@ -249,7 +249,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self._check_dev_flags()
         longest_target = settings.max_target_length or settings.max_length  # for the type: it is always set
         for split in self.data.splits.values():
-            warn_of_long_texts(split, self.tokenizer, settings.max_length, longest_target)
+            warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
         self.collate = make_pair_collator(
             self.tokenizer,
             settings.max_length,
@@ -260,13 +260,13 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
         self.shown_metrics = metrics
-        self._warn_of_direction()
+        self._warn_about_metric_direction()
 
     def _choose_splits(self) -> None:
         """Truncate the splits to the maximum numbers of samples, and check that the required splits exist."""
         settings, splits = self.settings, self.data.splits
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
-        splits.update({name: split.first(limits.get(name)) for name, split in splits.items()})
+        splits.update({name: split.take(limits.get(name)) for name, split in splits.items()})
         if settings.skip_predict:
             splits.pop("test", None)
         if "train" not in splits and not settings.only_evaluates:
@@ -282,7 +282,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
                     f"--{name} needs a dev split. Set --validation_source_file or --validation_file, or remove it."
                 )
 
-    def _warn_of_direction(self) -> None:
+    def _warn_about_metric_direction(self) -> None:
         """Warn which weights are the best if the direction of a foreign metric is unknown."""
         settings = self.settings
         metric = (settings.metric_for_best_model or self.main_metric).removeprefix("eval_")
@@ -314,7 +314,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def make_evaluator(self, model: nn.Module) -> Seq2SeqEvaluator | None:
         settings, splits = self.settings, self.data.splits
         self.decoder = Decoder(self.accelerator, model, self.tokenizer, self.data.score, settings)
-        sets = {name: self._generation_set(splits[name]) for name in ("dev", "test") if name in splits}
+        sets = {name: self._make_generation_set(splits[name]) for name in ("dev", "test") if name in splits}
         self.test = sets.get("test")
         if "dev" not in sets:
             return None
@@ -341,7 +341,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         return self.data.results
 
     def predictions(self, evaluator: Seq2SeqEvaluator) -> dict[str, str]:
-        return dict([_file(evaluator.data.split, evaluator.texts)])
+        return dict([_format_predictions(evaluator.data.split, evaluator.texts)])
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.test is None:
@@ -350,29 +350,29 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
             metrics, texts[num_beams] = self.decoder.decode_and_score(self.test, num_beams)
-            results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-        return {**results, "test_samples": len(self.test.split)}, dict([_file(self.test.split, texts)])
+            results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
+        return {**results, "test_samples": len(self.test.split)}, dict([_format_predictions(self.test.split, texts)])
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [
-            f"{split} ({results[f'{prefix}samples']} rows): {self._scores(results, prefix)}\n"
+            f"{split} ({results[f'{prefix}samples']} rows): {self._format_scores(results, prefix)}\n"
             for prefix, split in (("eval_", "dev"), ("test_", "test"))
             if f"{prefix}samples" in results
         ]
         return "".join(lines)
 
-    def _scores(self, results: dict[str, Any], prefix: str) -> str:
+    def _format_scores(self, results: dict[str, Any], prefix: str) -> str:
         """Return the metrics of a split for the summary."""
         parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []
         for i, num_beams in enumerate(self.settings.num_beams):
-            suffix = beam_suffix(i, num_beams)
+            suffix = get_beam_suffix(i, num_beams)
             names = [name for name in self.data.metric_names if f"{prefix}{name}{suffix}" in results]
             values = [f"{name} {results[f'{prefix}{name}{suffix}']:.2f}" for name in names]
             speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
             parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
         return "; ".join(parts)
 
-    def _generation_set(self, split: Seq2SeqSplit) -> GenerationSet:
+    def _make_generation_set(self, split: Seq2SeqSplit) -> GenerationSet:
         """Return a split with its batches."""
         lengths = [len(source) for source in split.sources]
         loader, order = prepare_eval_dataloader(
@@ -381,7 +381,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         return GenerationSet(split, loader, order)
 
 
-def _file(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
+def _format_predictions(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
     """Return the name and the content of a JSONL file of predictions.
 
     Each line has the keys of the row, the source, the references if they are known, and the predictions.
@@ -392,6 +392,6 @@ def _file(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
         if split.references is not None:
             record["references"] = list(split.references[row])
         for i, (num_beams, predictions) in enumerate(texts.items()):
-            record[f"prediction{beam_suffix(i, num_beams)}"] = predictions[row]
+            record[f"prediction{get_beam_suffix(i, num_beams)}"] = predictions[row]
         lines.append(json.dumps(record, ensure_ascii=False))
     return f"{split.name}.jsonl", "\n".join(lines) + "\n"

@@ -28,13 +28,13 @@ __all__ = [
     "Question",
     "Window",
     "check_unanswerable",
-    "checked_stride",
+    "compute_stride",
     "hash_questions",
     "load_squad",
     "load_squad_hub",
+    "make_window_collator",
     "make_windows",
     "read_squad",
-    "window_collator",
 ]
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
             names the file and the question.
     """
     path = Path(path)
-    questions = list(_questions(path, _load_json(path), has_answers))
+    questions = list(_read_questions(path, _load_json(path), has_answers))
     if not questions:
         raise ValueError(f"{path} must have at least one question, but has none.")
     _check_ids(str(path), questions)
@@ -108,82 +108,82 @@ def _load_json(path: Path) -> Any:
         raise ValueError(f"{path} must be valid JSON, but cannot be parsed ({error}).") from error
 
 
-def _questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
+def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
     """Yield the questions of a file."""
-    for article_index, article in enumerate(_items(content, "data", f"{path}: The file")):
-        paragraphs = _items(article, "paragraphs", f"{path}: data[{article_index}]")
+    for article_index, article in enumerate(_get_list(content, "data", f"{path}: The file")):
+        paragraphs = _get_list(article, "paragraphs", f"{path}: data[{article_index}]")
         for paragraph_index, paragraph in enumerate(paragraphs):
-            where = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
-            context = _text(paragraph, "context", where)
-            for qa_index, qa in enumerate(_items(paragraph, "qas", where)):
-                where_qa = f"{where}.qas[{qa_index}]"
-                question = _text(qa, "question", where_qa), context
+            place = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
+            context = _get_text(paragraph, "context", place)
+            for qa_index, qa in enumerate(_get_list(paragraph, "qas", place)):
+                qa_place = f"{place}.qas[{qa_index}]"
+                question = _get_text(qa, "question", qa_place), context
                 if (repeated := repeated_name(qa)) is not None:
-                    raise ValueError(f"{where_qa} must have different keys, got {repeated!r} twice. Rename one.")
-                answers = _answers(qa, context, where_qa) if has_answers else ()
+                    raise ValueError(f"{qa_place} must have different keys, got {repeated!r} twice. Rename one.")
+                answers = _read_answers(qa, context, qa_place) if has_answers else ()
                 id_value = qa.get("id")
                 question_id = f"{article_index}-{paragraph_index}-{qa_index}" if id_value is None else str(id_value)
                 yield Question(question_id, *question, answers)
 
 
-def _items(parent: Any, key: str, where: str) -> list[Any]:
+def _get_list(parent: Any, key: str, place: str) -> list[Any]:
     """Return a list of a JSON object, or raise ValueError."""
     if isinstance(parent, RepeatingObject):
-        raise ValueError(f"{where} must have different keys, got {parent.name!r} twice. Rename one.")
+        raise ValueError(f"{place} must have different keys, got {parent.name!r} twice. Rename one.")
     values = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(values, list):
         got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{where} must have a list "{key}" in the format of SQuAD, got {got}.')
+        raise ValueError(f'{place} must have a list "{key}" in the format of SQuAD, got {got}.')
     return values
 
 
-def _text(parent: Any, key: str, where: str) -> str:
+def _get_text(parent: Any, key: str, place: str) -> str:
     """Return a text of a JSON object, or raise ValueError."""
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, str):
         got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{where} must have a text "{key}", got {got}.')
+        raise ValueError(f'{place} must have a text "{key}", got {got}.')
     if not is_unicode(value):
-        raise ValueError(f'{where} must have valid text in "{key}", got half a surrogate pair.')
+        raise ValueError(f'{place} must have valid text in "{key}", got half a surrogate pair.')
     return value
 
 
-def _answers(qa: dict[str, Any], context: str, where: str) -> tuple[Answer, ...]:
+def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
     """Return the answers of a question. Check that they are in the context."""
     impossible = qa.get("is_impossible", False)
     if not isinstance(impossible, bool):
-        raise ValueError(f"{where}: is_impossible must be true or false, got {impossible!r:.60}.")
-    where_id = f"{where} (id {qa.get('id')})"
+        raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
+    id_place = f"{place} (id {qa.get('id')})"
     if impossible:
         if qa.get("answers"):
             raise ValueError(
-                f"{where_id}: answers must be empty if is_impossible is true. Move plausible answers to "
+                f"{id_place}: answers must be empty if is_impossible is true. Move plausible answers to "
                 "plausible_answers."
             )
         return ()
     answers = []
-    for number, answer in enumerate(_items(qa, "answers", where)):
-        text = _text(answer, "text", f"{where}.answers[{number}]")
-        answers.append(Answer(text, _checked_start(text, answer.get("answer_start"), context, where_id)))
+    for number, answer in enumerate(_get_list(qa, "answers", place)):
+        text = _get_text(answer, "text", f"{place}.answers[{number}]")
+        answers.append(Answer(text, _check_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
-        raise ValueError(f"{where_id} must have an answer or is_impossible, but has neither. Add one of them.")
+        raise ValueError(f"{id_place} must have an answer or is_impossible, but has neither. Add one of them.")
     return tuple(answers)
 
 
-def _checked_start(text: str, start: Any, context: str, where: str) -> int:
+def _check_start(text: str, start: Any, context: str, place: str) -> int:
     """Return the start of an answer, and check it. Accept a whole number that is written as a string."""
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
-        raise ValueError(f"{where}: answer_start must be a whole number, got {start!r:.60}.")
+        raise ValueError(f"{place}: answer_start must be a whole number, got {start!r:.60}.")
     if not 0 <= start <= len(context) - len(text) or not text:
         raise ValueError(
-            f"{where}: The answer {text[:60]!r} at character {start} must be inside its context, which has "
+            f"{place}: The answer {text[:60]!r} at character {start} must be inside its context, which has "
             f"{len(context)} characters. Correct answer_start."
         )
     if context[start : start + len(text)] != text:
         raise ValueError(
-            f"{where}: The answer {text[:60]!r} must equal the context at character {start}, got "
+            f"{place}: The answer {text[:60]!r} must equal the context at character {start}, got "
             f"{context[start : start + len(text)][:60]!r}. Correct answer_start."
         )
     return start
@@ -239,7 +239,7 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
         for answer in answers:
-            _checked_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
+            _check_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
         questions.append(Question(row["id"], row["question"], row["context"], answers))
     _check_ids(f"{name} ({split})", questions)
     return questions
@@ -286,11 +286,11 @@ def hash_questions(questions: Iterable[Question]) -> str:
 # The position of the token that represents "no answer": the first one, which is [CLS] in BERT and ALBERT.
 NO_ANSWER = 0
 # The default number of shared tokens of windows, if they have more context tokens than that.
-STRIDE = 128
+DEFAULT_STRIDE = 128
 # The number of questions per call of the tokenizer.
-TOKENIZER_BATCH = 256
+QUESTIONS_PER_CALL = 256
 # The number of the context in the `sequence_ids` of a fast tokenizer.
-CONTEXT = 1
+CONTEXT_SEQUENCE = 1
 NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
 
 
@@ -317,7 +317,7 @@ class Window:
     end: int = NO_ANSWER
 
 
-def checked_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Check the lengths of windows and questions, and return the number of tokens that neighboring windows share.
 
     Args:
@@ -348,7 +348,7 @@ def checked_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
         )
     if settings.doc_stride is not None:
         return settings.doc_stride
-    return STRIDE if context_length > STRIDE else context_length // 2
+    return DEFAULT_STRIDE if context_length > DEFAULT_STRIDE else context_length // 2
 
 
 def make_windows(
@@ -374,8 +374,8 @@ def make_windows(
             memory.
     """
     windows, num_cut = [], 0
-    for begin in range(0, len(questions), TOKENIZER_BATCH):
-        batch = questions[begin : begin + TOKENIZER_BATCH]
+    for begin in range(0, len(questions), QUESTIONS_PER_CALL):
+        batch = questions[begin : begin + QUESTIONS_PER_CALL]
         texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
         num_cut += shortened
         encoded = tokenizer(
@@ -393,14 +393,14 @@ def make_windows(
         types = encoded.get("token_type_ids")
         for i, row in enumerate(rows):
             ids = np.array(encoded["input_ids"][i], dtype=np.int32)
-            inside = [position for position, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT]
+            inside = [position for position, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT_SEQUENCE]
             first = inside[0] if inside else len(ids)  # the context may be empty
             offsets = np.array(encoded["offset_mapping"][i][first : first + len(inside)], dtype=np.int32)
             type_ids = np.array(types[i], dtype=np.int8) if types is not None else None
             window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
-                window = _with_answer(window, batch[row].answers[0], is_first, is_last)
+                window = _mark_answer(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
     if num_cut:
         message = "%d of %d questions have more than --max_query_length %d tokens and are cut."
@@ -422,7 +422,7 @@ def _cut_questions(
     return cut_texts, sum(long)
 
 
-def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
     """Return a window with the position of the answer, unless the answer is not completely inside the window.
 
     Args:
@@ -449,7 +449,7 @@ def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
     return replace(window, start=first, end=last)
 
 
-def window_collator(
+def make_window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None, marks_questions: bool = False
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
     """Make a function from windows to model inputs [b, n], "start_positions" [b] and "end_positions" [b].

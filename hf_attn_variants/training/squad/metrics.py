@@ -15,14 +15,14 @@ from .data import NO_ANSWER, Question, Window
 __all__ = [
     "Prediction",
     "Span",
-    "best_threshold",
+    "compute_exact_match",
     "compute_squad",
-    "exact_match",
+    "compute_token_f1",
+    "find_best_threshold",
     "find_predictions",
-    "nbest_entries",
+    "make_nbest_entries",
     "normalize_answer",
     "score_answer",
-    "token_f1",
 ]
 
 
@@ -57,7 +57,7 @@ class Prediction:
 
     @property
     def text(self) -> str:
-        """The text of the best span, or "" if there is none."""
+        """The text of the best span, or "" without spans."""
         return self.spans[0].text if self.spans else ""
 
     @property
@@ -99,7 +99,7 @@ def find_predictions(
         nulls[window.question] = null if earlier is None or null.score < earlier.score else earlier
         context, question_spans = questions[window.question].context, spans[window.question]
         inside = slice(window.context_begin, window.context_begin + len(window.offsets))
-        for characters, span in _window_spans(
+        for characters, span in _find_window_spans(
             window.offsets, starts[inside], ends[inside], context, n_best, max_answer_length
         ):
             # Windows overlap. If two of them have the same span, the higher score counts.
@@ -116,7 +116,7 @@ def find_predictions(
     ]
 
 
-def _window_spans(
+def _find_window_spans(
     offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, context: str, n_best: int, max_answer_length: int
 ) -> list[tuple[tuple[int, int], Span]]:
     """Return the best spans of a window, each with its first and last character (exclusive) in the context."""
@@ -137,7 +137,7 @@ def _window_spans(
     return spans
 
 
-def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
+def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
     """Return the entries of the n-best file for a question, best first.
 
     Args:
@@ -174,12 +174,12 @@ def normalize_answer(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", without_punctuation).split())
 
 
-def exact_match(prediction: str, truth: str) -> float:
+def compute_exact_match(prediction: str, truth: str) -> float:
     """Return 1.0 if two answers are equal after normalization, otherwise 0.0."""
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
-def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
+def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
     """Return the harmonic mean of precision and recall of the words of a normalized answer, from 0 to 1.
 
     Args:
@@ -198,28 +198,32 @@ def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0
     """Return the best exact match and F1 over the correct answers. Without any, the empty text is correct."""
     truths = truths or [""]
     return (
-        max(exact_match(prediction, truth) for truth in truths),
-        max(token_f1(prediction, truth, both_empty) for truth in truths),
+        max(compute_exact_match(prediction, truth) for truth in truths),
+        max(compute_token_f1(prediction, truth, both_empty) for truth in truths),
     )
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     """Return the mean of some numbers."""
     return sum(values) / len(values)
 
 
-def _split_means(
+def _compute_split_means(
     scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
 ) -> dict[str, float]:
-    """Return the metrics of the questions that `chosen` selects. Return nothing if there are none."""
+    """Return the metrics of the questions that `chosen` selects. Return an empty dictionary without questions."""
     rows = [row for key, row in scores.items() if chosen(key)]
     if not rows:
         return {}
     exact, f1 = zip(*rows, strict=True)
-    return {f"{prefix}exact": 100 * _mean(exact), f"{prefix}f1": 100 * _mean(f1), f"{prefix}total": len(rows)}
+    return {
+        f"{prefix}exact": 100 * _compute_mean(exact),
+        f"{prefix}f1": 100 * _compute_mean(f1),
+        f"{prefix}total": len(rows),
+    }
 
 
-def best_threshold(
+def find_best_threshold(
     scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
 ) -> tuple[float, float]:
     """Find the threshold of `odds` above which "no answer" should be predicted, for the best mean score.
@@ -279,12 +283,12 @@ def compute_squad(
         raise ValueError(f"Each question must have a prediction, and there must be questions, got {got}.")
     truths = {q.id: [answer.text for answer in q.answers] for q in questions}
     if odds is not None:
-        return _scores_v2(truths, texts, odds, no_answer_threshold)
+        return _compute_v2_metrics(truths, texts, odds, no_answer_threshold)
     exact, f1 = zip(*(score_answer(texts[key], right) for key, right in truths.items()), strict=True)
-    return {"exact_match": 100 * _mean(exact), "f1": 100 * _mean(f1)}
+    return {"exact_match": 100 * _compute_mean(exact), "f1": 100 * _compute_mean(f1)}
 
 
-def _scores_v2(
+def _compute_v2_metrics(
     truths: Mapping[str, list[str]], texts: Mapping[str, str], odds: Mapping[str, float], no_answer_threshold: float
 ) -> dict[str, float]:
     """Return the metrics of v2.0."""
@@ -296,11 +300,11 @@ def _scores_v2(
     has_answer = {key: bool(right) for key, right in truths.items()}
     no_answer = {key: (float(not answered),) * 2 for key, answered in has_answer.items()}
     scores = {key: no_answer[key] if odds[key] > no_answer_threshold else raw[key] for key in raw}
-    values = _split_means(scores, "", lambda key: True)
-    values |= _split_means(scores, "HasAns_", lambda key: has_answer[key])
-    values |= _split_means(scores, "NoAns_", lambda key: not has_answer[key])
+    values = _compute_split_means(scores, "", lambda key: True)
+    values |= _compute_split_means(scores, "HasAns_", lambda key: has_answer[key])
+    values |= _compute_split_means(scores, "NoAns_", lambda key: not has_answer[key])
     for position, name in enumerate(("exact", "f1")):
         raw_scores = {key: row[position] for key, row in raw.items()}
-        best, threshold = best_threshold(raw_scores, odds, texts, has_answer)
+        best, threshold = find_best_threshold(raw_scores, odds, texts, has_answer)
         values |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return values

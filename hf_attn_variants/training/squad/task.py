@@ -18,11 +18,11 @@ from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metric
 from ..engine.losses import Objective
 from ..engine.models import check_trained_head, load_config, load_model
 from ..engine.tokenizers import fit_token_types, load_tokenizer
-from .data import Question, Window, checked_stride, hash_questions, load_squad, make_windows, window_collator
-from .metrics import Prediction, compute_squad, find_predictions, nbest_entries
+from .data import Question, Window, compute_stride, hash_questions, load_squad, make_window_collator, make_windows
+from .metrics import Prediction, compute_squad, find_predictions, make_nbest_entries
 from .settings import SquadSettings
 
-__all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "span_objective"]
+__all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "make_span_objective"]
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -46,15 +46,15 @@ class QuestionSet:
     order: list[int]
 
 
-def span_objective() -> Objective:
+def make_span_objective() -> Objective:
     """Return the mean of the cross-entropies of the start and the end of the answer, summed over windows."""
     return Objective(
-        loss_sum=lambda model, batch: _losses(_span_logits(model, batch), batch).sum(),
+        loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
         count=lambda batch: len(batch["input_ids"]),
     )
 
 
-def _span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits of the start and the end of the answer [b, n, 2]. Padding gets the lowest value."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
@@ -64,7 +64,7 @@ def _span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
 
 
-def _losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Return the loss of each window [b] from logits [b, n, 2]."""
     labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
@@ -74,11 +74,11 @@ class SquadEvaluator(MetricEvaluator):
     """Evaluator of the dev split. It stores the last predictions, so that they are not computed twice."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, data: QuestionSet, settings: SquadSettings):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
 
-    def _scores(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
         """Return the official metrics of the dev split, and the "loss" of its windows for the first answers."""
         self.predictions, loss = self.predict(self.data)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.predictions}
@@ -88,19 +88,19 @@ class SquadEvaluator(MetricEvaluator):
     def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
         """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
         logits, losses = run_rows(
-            self.accelerator, self.model, data.loader, data.order, self._outputs, data.name, self.settings
+            self.accelerator, self.model, data.loader, data.order, self._compute_outputs, data.name, self.settings
         )
         limits = self.settings.n_best_size, self.settings.max_answer_length
         predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
         # Sum in the order of the batches, because a sum of floats depends on the order.
         return predictions, float(torch.from_numpy(losses[data.order]).mean())
 
-    def _outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch, padded to the maximum length, and the losses of its windows."""
-        logits = _span_logits(self.model, batch)  # [b, n, 2]
+        logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
         padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-        return padded, _losses(logits, batch)
+        return padded, _compute_losses(logits, batch)
 
 
 class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
@@ -129,11 +129,11 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
         self.tokenizer = load_tokenizer(settings, self.config)
         fit_token_types(self.tokenizer, self.config)
-        self.stride = checked_stride(settings, self.config, self.tokenizer)
+        self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()
         marks_questions = takes_global_mask(self.config)
-        self.collate = window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
+        self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:
@@ -160,18 +160,18 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
     def load_model(self) -> PreTrainedModel:
         self.config.num_labels = 2  # the start and the end, regardless of the classes of the checkpoint
         model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
-        self.rows = self._windows(self.train, for_training=True)
+        self.rows = self._make_windows(self.train, for_training=True)
         return model
 
     def lengths(self) -> list[int]:
-        return _lengths(self.rows)
+        return _count_tokens(self.rows)
 
     def objective(self) -> Objective:
-        return span_objective()
+        return make_span_objective()
 
     def make_evaluator(self, model: nn.Module) -> SquadEvaluator:
-        self.evaluator = SquadEvaluator(self.accelerator, model, self._question_set("dev"), self.settings)
-        self.test = self._question_set("test") if "test" in self.splits else None
+        self.evaluator = SquadEvaluator(self.accelerator, model, self._make_question_set("dev"), self.settings)
+        self.test = self._make_question_set("test") if "test" in self.splits else None
         return self.evaluator
 
     def fingerprint(self) -> dict[str, Any]:
@@ -187,34 +187,36 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         return {"train_samples": len(self.train), "train_windows": len(self.rows)}
 
     def predictions(self, evaluator: SquadEvaluator) -> dict[str, str]:
-        return self._files("dev", evaluator.predictions)
+        return self._format_files("dev", evaluator.predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return {}, self._files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
+        return {}, self._format_files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
         return f"{self.name} dev ({rows}): {scores}; "
 
-    def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
+    def _make_windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
         """Cut the contexts of questions into windows."""
         lengths = self.settings.max_length, self.stride, self.settings.max_query_length
         token_types = getattr(self.config, "type_vocab_size", 0) > 1
         return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
-    def _question_set(self, name: str) -> QuestionSet:
+    def _make_question_set(self, name: str) -> QuestionSet:
         """Return a split with its windows and batches."""
-        rows = self._windows(self.splits[name])
-        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, _lengths(rows), self.collate)
+        rows = self._make_windows(self.splits[name])
+        loader, order = prepare_eval_dataloader(
+            self.settings, self.accelerator, rows, _count_tokens(rows), self.collate
+        )
         return QuestionSet(name, self.splits[name], rows, loader, order)
 
-    def _files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
+    def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
         """Return the JSON files of a split: predictions, n-best answers and, for v2.0, null odds."""
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},
-            f"nbest_{split}": {p.id: nbest_entries(p, threshold is not None, n_best) for p in predictions},
+            f"nbest_{split}": {p.id: make_nbest_entries(p, threshold is not None, n_best) for p in predictions},
         }
         if threshold is not None:
             files[f"null_odds_{split}"] = {p.id: p.null_odds for p in predictions}
@@ -223,6 +225,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         }
 
 
-def _lengths(windows: list[Window]) -> list[int]:
+def _count_tokens(windows: list[Window]) -> list[int]:
     """Return the length of each window in tokens."""
     return [len(window.input_ids) for window in windows]

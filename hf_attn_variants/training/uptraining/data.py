@@ -25,16 +25,16 @@ from ..engine.text_rows import (
 from ..engine.tokenizers import check_max_length, warn_about_truncation
 from ..pretraining.settings import TextSettings
 from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
-from ..pretraining.task import PreparedBlocks, stream_batches
+from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text, read_blocks, stack_rows
 from .settings import UptrainingSettings
 
-__all__ = ["Pieces", "UptrainingData", "UptrainingStream", "hold_out", "in_pieces", "load_uptraining_data"]
+__all__ = ["TextPieces", "UptrainingData", "UptrainingStream", "cut_into_pieces", "hold_out", "load_uptraining_data"]
 
 logger = logging.getLogger(__name__)
 
 
-class Pieces(NamedTuple):
+class TextPieces(NamedTuple):
     """The origin of the pieces of a batch of texts.
 
     Attributes:
@@ -47,14 +47,14 @@ class Pieces(NamedTuple):
     texts: int
     length: int
 
-    def in_a_row(self, states: Tensor) -> Tensor:
+    def join(self, states: Tensor) -> Tensor:
         """Join the results of the pieces [pieces, l, ...] to those of the texts [b, n, ...], with zeros at padding."""
         whole = states.new_zeros(len(self.real), *states.shape[1:])
         whole[self.real] = states
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
-def in_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], Pieces]:
+def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
     """Cut texts into pieces of equal length. The model reads each piece as a text without special tokens around it.
 
     Args:
@@ -68,7 +68,7 @@ def in_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tens
     filled = -tokens % length
     cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
     real = cut["attention_mask"].any(1)
-    return {name: tensor[real] for name, tensor in cut.items()}, Pieces(real, texts, tokens)
+    return {name: tensor[real] for name, tensor in cut.items()}, TextPieces(real, texts, tokens)
 
 
 class UptrainingStream:
@@ -120,17 +120,17 @@ class UptrainingStream:
                 f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
                 "--validation_file."
             )
-        self.first(1)  # raises an error now if the text has no tokens
+        self.get_first(1)  # raises an error now if the text has no tokens
         self.held_out = PreparedBlocks(
             read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
         )
 
-    def first(self, count: int) -> list[Any]:
+    def get_first(self, count: int) -> list[Any]:
         """Return the first training examples, at most `count`."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
-    def warn_of_short_steps(self, sequences: int) -> None:
+    def warn_about_short_steps(self, sequences: int) -> None:
         """Warn if the text has fewer sequences than a step. A step ends at the end of the text."""
         count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
         if count < sequences:
@@ -142,7 +142,7 @@ class UptrainingStream:
     def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
         """Return the training batches."""
         settings = self.settings
-        return stream_batches(
+        return make_stream_batches(
             settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
         )
 
@@ -206,7 +206,7 @@ class UptrainingData:
         """Whether a row is a pair of texts."""
         return isinstance(self.train.texts[0], tuple)
 
-    def first(self, count: int) -> list[Any]:
+    def get_first(self, count: int) -> list[Any]:
         """Return the first training rows, at most `count`."""
         return [self.train[i] for i in range(min(count, len(self.train)))]
 
@@ -220,7 +220,10 @@ class UptrainingData:
 
 
 def load_uptraining_data(
-    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, reads: DecoderInput
+    settings: UptrainingSettings,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    input_kind: DecoderInput,
 ) -> UptrainingData:
     """Read the text of the run: sources and targets, or texts or pairs of texts that the model reads as one input.
 
@@ -235,27 +238,27 @@ def load_uptraining_data(
         ValueError: If a file has invalid content, if a flag is missing, if targets are longer than the model allows,
             or if the tokenizer appends no end token to targets.
     """
-    if reads.is_target:
+    if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
-        check_max_length(_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
-    if reads is DecoderInput.OWN_TARGETS:
+        check_max_length(_get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
+    if input_kind is DecoderInput.OWN_TARGETS:
         check_end_token(settings, tokenizer)
-    collate = _collator(settings, config, tokenizer, reads.is_target)
-    train, held_out = (_read_pairs if reads.is_target else _read_texts)(settings)
+    collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
+    train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
         train, held_out = hold_out(train, settings.max_eval_samples)
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
-        _warn_of_long_rows(settings, tokenizer, split, rows, reads.is_target)
+        _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
     return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
 
 
-def _target_length(settings: UptrainingSettings) -> int:
+def _get_target_length(settings: UptrainingSettings) -> int:
     """Return the maximum length of targets in tokens."""
     return settings.max_target_length or settings.max_length
 
 
-def _warn_of_long_rows(
+def _warn_about_long_rows(
     settings: UptrainingSettings, tokenizer: PreTrainedTokenizerBase, split: str, rows: list[Any], has_targets: bool
 ) -> None:
     """Warn about rows that are longer than the maximum lengths."""
@@ -263,7 +266,7 @@ def _warn_of_long_rows(
     if has_targets:
         sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
         warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
-        limit = _target_length(settings)
+        limit = _get_target_length(settings)
         warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
         return
     texts = dict(zip(("text", "text_pair"), columns, strict=False))
@@ -274,7 +277,9 @@ def _warn_of_long_rows(
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows of a model without targets."""
-    _refuse(settings, PARALLEL_FLAGS, "needs a model with a decoder that reads targets. Use --train_file instead.")
+    _check_unset(
+        settings, PARALLEL_FLAGS, "needs a model with a decoder that reads targets. Use --train_file instead."
+    )
     if not settings.train_file:
         raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
     columns = text_columns(
@@ -294,7 +299,7 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out pairs of a model with targets."""
     reason = "needs an encoder. Use --source_column and --target_column for a table of pairs."
-    _refuse(settings, ("text_columns",), reason)
+    _check_unset(settings, ("text_columns",), reason)
     sources = (settings.source_file, settings.validation_source_file)
     targets = (settings.target_file, settings.validation_target_file)
     if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
@@ -316,14 +321,14 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     return train, held_out
 
 
-def _refuse(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:
+def _check_unset(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:
     """Raise ValueError if one of these settings is set. `reason` completes the message."""
     for name in names:
         if getattr(settings, name) is not None:
             raise ValueError(f"--{name} {reason}")
 
 
-def _collator(
+def _make_collator(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
 ) -> Collator:
     """Return the function that makes batches of rows."""
@@ -337,4 +342,4 @@ def _collator(
         raise ValueError(
             f"{settings.model_name_or_path} must have a decoder_start_token_id. Add it to its configuration."
         )
-    return make_pair_collator(tokenizer, *shape, _target_length(settings), start, settings.source_prefix)
+    return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)

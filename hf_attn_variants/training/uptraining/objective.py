@@ -25,7 +25,7 @@ from ..engine.losses import Term, sum_by_example, token_cross_entropy
 from ..engine.models import iterate_attentions
 from ..engine.outputs import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
-from .data import in_pieces
+from .data import cut_into_pieces
 from .settings import SPAN_CORRUPTION, UptrainingSettings
 
 __all__ = [
@@ -39,14 +39,14 @@ __all__ = [
     "check_teacher",
     "check_teacher_length",
     "check_teacher_types",
-    "embedding_distance",
-    "held_out_gain",
-    "labels_divergence",
-    "layer_error",
-    "logits_divergence",
-    "model_inputs",
-    "scores_error",
-    "term_weights",
+    "compute_embedding_distance",
+    "compute_held_out_gain",
+    "compute_labels_divergence",
+    "compute_layer_error",
+    "compute_logits_divergence",
+    "compute_scores_error",
+    "get_model_inputs",
+    "resolve_term_weights",
 ]
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class ActivationRecorder:
         if attention_outputs:
             for site, _, module in iterate_attentions(model):
                 side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
-                self._keep_output(module.get_submodule(site.output), side)
+                self._record_output(module.get_submodule(site.output), side)
 
-    def _keep_output(self, module: nn.Module, side: str) -> None:
+    def _record_output(self, module: nn.Module, side: str) -> None:
         """Record the outputs of a module."""
 
         def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -124,11 +124,11 @@ class ActivationRecorder:
             fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first hidden states are the embeddings.
         layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
-        span_logits = _span_logits(inputs, outputs)
+        span_logits = _get_span_logits(inputs, outputs)
         return Activations(getattr(outputs, "logits", None), span_logits, layers, attention_outputs)
 
 
-def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
+def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
     """Return the logits of a model for question answering [b, 2, n], or None for other models."""
     if getattr(outputs, "start_logits", None) is None:
         return None
@@ -146,7 +146,7 @@ class Teacher:
         attention_outputs: Whether to return the outputs of the attention modules.
         autocast: A function that returns the context in which the model runs.
         max_length: The maximum number of tokens that the model reads at once. It reads longer texts in pieces (see
-            `in_pieces`). Only encoders support this. None: no pieces.
+            `cut_into_pieces`). Only encoders support this. None: no pieces.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class Teacher:
         """Return the activations of the teacher for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
-            inputs, pieces = in_pieces(inputs, self.max_length)
+            inputs, pieces = cut_into_pieces(inputs, self.max_length)
         with self._autocast():
             activations = self.recorder.run(self.model, inputs, self.hidden_states)
         if pieces is None:
             return activations
-        logits = None if activations.logits is None else pieces.in_a_row(activations.logits)
+        logits = None if activations.logits is None else pieces.join(activations.logits)
         layers = (
-            {side: list(map(pieces.in_a_row, states)) for side, states in kind.items()}
+            {side: list(map(pieces.join, states)) for side, states in kind.items()}
             for kind in (activations.hidden_states, activations.attention_outputs)
         )
         return Activations(logits, None, *layers)
@@ -218,7 +218,7 @@ class _Moments:
         return variance.clamp(min=torch.finfo(torch.float32).tiny)  # it is 0 if all vectors are equal
 
 
-def layer_error(
+def compute_layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
 ) -> Term:
     """Return the squared error of each token relative to the variance, averaged over layers.
@@ -239,7 +239,7 @@ def layer_error(
     return (errors * mask).sum(-1) / len(student), mask.sum(-1)
 
 
-def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
     """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv 1503.02531).
 
     Args:
@@ -259,28 +259,28 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
-def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+def compute_labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
     """Return the Kullback-Leibler divergence of the probability of each label, in nats per label.
 
     Args:
         student: The logits of the student before a sigmoid [b, labels].
         teacher: The logits of the teacher.
         mask: 1 for labels that count [b, labels]. None: all labels.
-        temperature: As for `logits_divergence`.
+        temperature: As for `compute_logits_divergence`.
     """
     # A sigmoid of z is a softmax of z and 0.
     student, teacher = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
     mask = torch.ones_like(student[..., 0]) if mask is None else mask
-    return logits_divergence(student, teacher, mask, temperature)
+    return compute_logits_divergence(student, teacher, mask, temperature)
 
 
-def scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
+def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
     """Return the squared error of the scores [b, scores] of each example, relative to their variance (a scalar)."""
     errors = (student.float() - teacher.float()).square().mean(-1) / variance
     return errors, torch.ones_like(errors)
 
 
-def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
+def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
     """Return 1 - cosine of the mean-pooled sentence embeddings, from hidden states [b, n, D] and the mask [b, n]."""
     student_embedding, teacher_embedding = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     distance = 1 - functional.cosine_similarity(student_embedding, teacher_embedding, dim=-1)
@@ -318,7 +318,7 @@ def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_out
 # The entries of a batch that are not inputs of the model: targets, and the position of a text stream.
 NOT_INPUTS = ("labels", "position", "examples")
 # The field of `TermWeights` for each term.
-TERMS = {
+WEIGHT_BY_TERM = {
     "cross_entropy": "cross_entropy",
     "embedding_distance": "embedding_distance",
     "logits_divergence": "logits",
@@ -333,10 +333,10 @@ class TermWeights:
 
     Attributes:
         cross_entropy: The weight of the labels: masked tokens or target tokens.
-        embedding_distance: The weight of `embedding_distance`.
-        hidden_states: The weight of the `layer_error` of the layers.
-        attention_outputs: The weight of the `layer_error` of the attention modules.
-        logits: The weight of `logits_divergence`, `labels_divergence` or `scores_error`.
+        embedding_distance: The weight of `compute_embedding_distance`.
+        hidden_states: The weight of the `compute_layer_error` of the layers.
+        attention_outputs: The weight of the `compute_layer_error` of the attention modules.
+        logits: The weight of `compute_logits_divergence`, `compute_labels_divergence` or `compute_scores_error`.
         temperature: The temperature of the divergence.
     """
 
@@ -348,12 +348,12 @@ class TermWeights:
     temperature: float = 1.0
 
     @property
-    def need_hidden_states(self) -> bool:
+    def needs_hidden_states(self) -> bool:
         """Whether a term needs the outputs of the layers."""
         return self.hidden_states > 0 or self.embedding_distance > 0
 
 
-def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def get_model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of a batch that are inputs of the model."""
     return {key: value for key, value in batch.items() if key not in NOT_INPUTS}
 
@@ -386,15 +386,15 @@ class UptrainingObjective:
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss of a batch, multiplied by `count`."""
-        return self.total(self.terms(model, batch)) * self.count(batch)
+        return self.sum_terms(self.compute_terms(model, batch)) * self.count(batch)
 
-    def total(self, terms: dict[str, Term]) -> Tensor:
+    def sum_terms(self, terms: dict[str, Term]) -> Tensor:
         """Return the weighted sum of the means of the terms."""
-        weights = {name: getattr(self.weights, TERMS[name]) for name in terms}
+        weights = {name: getattr(self.weights, WEIGHT_BY_TERM[name]) for name in terms}
         losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
 
-    def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
+    def compute_terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
         """Compute each term for each example.
 
         Args:
@@ -403,18 +403,22 @@ class UptrainingObjective:
             evaluating: Whether to also compute cheap terms that have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
-        inputs = model_inputs(batch)
+        inputs = get_model_inputs(batch)
         # With a teacher, the evaluation computes the embedding distance whatever the weights are.
         embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
-        student = self.recorder.run(model, inputs, hidden_states=weights.need_hidden_states or (evaluating and embeds))
+        student = self.recorder.run(
+            model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
+        )
         terms: dict[str, Term] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
             terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
-            terms |= self._teacher_terms(student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating)
+            terms |= self._compute_teacher_terms(
+                student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating
+            )
         return terms
 
-    def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the masks [b, n] of real tokens by side."""
         masks = {ENCODER: batch["attention_mask"]}
         if not self.has_both_stacks:
@@ -422,7 +426,7 @@ class UptrainingObjective:
         # If there are no targets, the decoder reads the same text as the encoder.
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
-    def _teacher_terms(
+    def _compute_teacher_terms(
         self,
         student: Activations,
         teacher_model: Teacher,
@@ -431,24 +435,24 @@ class UptrainingObjective:
         embeds: bool,
     ) -> dict[str, Term]:
         """Compute the terms that compare student and teacher."""
-        weights, masks = self.weights, self.masks(batch)
+        weights, masks = self.weights, self.get_masks(batch)
         terms: dict[str, Term] = {}
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
             for side, layers in getattr(student, kind).items():
                 variances = teacher_model.variances[kind, side]
-                terms[f"{side}_{kind}_error"] = layer_error(
+                terms[f"{side}_{kind}_error"] = compute_layer_error(
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
         if weights.logits:
-            terms |= self._logits_term(student, teacher_model, teacher, batch)
+            terms |= self._compute_logits_term(student, teacher_model, teacher, batch)
         if weights.embedding_distance or embeds:
             states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
-            terms["embedding_distance"] = embedding_distance(*states, masks[ENCODER])
+            terms["embedding_distance"] = compute_embedding_distance(*states, masks[ENCODER])
         return terms
 
-    def _logits_term(
+    def _compute_logits_term(
         self, student: Activations, teacher_model: Teacher, teacher: Activations, batch: dict[str, Tensor]
     ) -> dict[str, Term]:
         """Compute the term that compares logits."""
@@ -461,24 +465,24 @@ class UptrainingObjective:
         if student.span_logits is not None and teacher.span_logits is not None:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # one distribution for the start, one for the end
             spans = student.span_logits, teacher.span_logits
-            return {"logits_divergence": logits_divergence(*spans, mask, temperature)}
+            return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
         teacher_answer = teacher_model.recorder.answer
         if student.logits is not None and teacher.logits is not None and teacher_answer is not answer:
             raise ValueError(
                 f"--logits_weight needs the same kind of logits, got {answer.value} of the model and "
                 f"{teacher_answer.value} of its teacher. Check num_labels and problem_type in config.json."
             )
-        logits = _checked_logits(student.logits, teacher.logits, answer)
+        logits = _check_logits(student.logits, teacher.logits, answer)
         if answer is Answer.SCORES:
-            return {"scores_error": scores_error(*logits, teacher_model.variances[SCORES][0])}
+            return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
         of_tokens = None  # None: all labels count
         if logits[0].dim() == 3 or answer is Answer.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = logits_divergence if answer is Answer.CLASSES else labels_divergence
+        divergence = compute_logits_divergence if answer is Answer.CLASSES else compute_labels_divergence
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 
-def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: Answer) -> tuple[Tensor, Tensor]:
+def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: Answer) -> tuple[Tensor, Tensor]:
     """Return the logits, or raise ValueError if they cannot be compared."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
     # A distribution over a single class is constant.
@@ -514,7 +518,7 @@ class UptrainingEvaluator(MetricEvaluator):
         references: list[str] | None,
         settings: UptrainingSettings,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
         self.tokenizer, self.references, self.settings = tokenizer, references, settings
         self.bleu_tokenizer: str | None = None
@@ -525,14 +529,14 @@ class UptrainingEvaluator(MetricEvaluator):
             log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
 
     @torch.no_grad()
-    def _scores(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
         """Return the metrics of the held-out rows."""
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
         for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
-            terms = self.objective.terms(self.model, batch, evaluating=True)
+            terms = self.objective.compute_terms(self.model, batch, evaluating=True)
             # Drop the rows that were repeated to fill the last batch of each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
@@ -544,7 +548,7 @@ class UptrainingEvaluator(MetricEvaluator):
                 "The held-out text must have tokens that the loss counts, but none is masked or each row is empty. "
                 "Give more text to --validation_file."
             )
-        metrics = {"loss": float(self.objective.total(totals))}
+        metrics = {"loss": float(self.objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
@@ -594,7 +598,7 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
             )
 
 
-def held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
+def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
     """Return whether training reduced the held-out loss, as an entry of the results. Warn if it did not.
 
     Args:
@@ -612,7 +616,7 @@ def held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> 
     return {"held_out_loss_improved": is_lower}
 
 
-def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeights:
+def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput) -> TermWeights:
     """Return the weights of the terms of the loss, including the defaults.
 
     Args:
@@ -623,11 +627,11 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
         ValueError: If there is a teacher but all its terms have weight 0, or if the model lacks a head.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
-    if settings.logits_weight and reads is DecoderInput.TARGETS:
+    if settings.logits_weight and input_kind is DecoderInput.TARGETS:
         raise ValueError(
             f"--logits_weight needs a model with a head, but {settings.model_name_or_path} has none. Set it to 0."
         )
-    if settings.predict_with_generate and reads is not DecoderInput.OWN_TARGETS:
+    if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"--predict_with_generate needs a model that generates text, but {settings.model_name_or_path} does not. "
             "Remove it."
@@ -639,7 +643,7 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
         embedding_distance=float(embeds),
         hidden_states=_value_or_default(settings.hidden_states_weight, float(not embeds)),
         attention_outputs=_value_or_default(settings.attention_outputs_weight, float(not embeds)),
-        logits=_value_or_default(settings.logits_weight, float(has_task or reads is DecoderInput.OWN_TARGETS)),
+        logits=_value_or_default(settings.logits_weight, float(has_task or input_kind is DecoderInput.OWN_TARGETS)),
         temperature=settings.temperature,
     )
     teacher_weights = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
@@ -652,7 +656,7 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
 
 
 def check_teacher_length(
-    settings: UptrainingSettings, teacher: PreTrainedConfig, reads: DecoderInput, weights: TermWeights
+    settings: UptrainingSettings, teacher: PreTrainedConfig, input_kind: DecoderInput, weights: TermWeights
 ) -> None:
     """Check that the teacher supports the lengths of the texts and the targets.
 
@@ -666,7 +670,7 @@ def check_teacher_length(
         ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
     """
     piece_length, positions = settings.teacher_max_length, longest_input(teacher)
-    if piece_length is not None and reads is not DecoderInput.NOTHING:
+    if piece_length is not None and input_kind is not DecoderInput.NOTHING:
         raise ValueError(
             f"--teacher_max_length needs an encoder, but {settings.model_name_or_path} has a decoder. Remove it."
         )
@@ -682,7 +686,7 @@ def check_teacher_length(
             + ("." if piece_length is None else f", not {piece_length}.")
         )
     targets = settings.max_target_length or settings.max_length
-    if positions is not None and reads.is_target and targets > positions:
+    if positions is not None and input_kind.is_target and targets > positions:
         raise ValueError(
             f"--max_target_length must be at most {positions}, the number of positions of --teacher "
             f"{settings.teacher}, got {targets}."

@@ -308,7 +308,9 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         if self.is_stream:
             self._check_stream()
         else:
-            self._refuse(STREAM_FLAGS, f"needs --objective {SPAN_CORRUPTION}, which reads a text stream. Remove it.")
+            self._check_unset(
+                STREAM_FLAGS, f"needs --objective {SPAN_CORRUPTION}, which reads a text stream. Remove it."
+            )
         if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
             raise ValueError("--predict_with_generate needs sacrebleu. Run `pip install sacrebleu`.")
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
@@ -332,7 +334,9 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
 
     def _check_stream(self) -> None:
         """Check the settings of a text stream."""
-        self._refuse(ROW_FLAGS, f"needs rows of text, but --objective {self.objective} reads a stream. Remove it.")
+        self._check_unset(
+            ROW_FLAGS, f"needs rows of text, but --objective {self.objective} reads a stream. Remove it."
+        )
         if (self.train_file is None) == (self.dataset_name is None):
             raise ValueError(f"Set either --train_file or --dataset_name for --objective {self.objective}.")
         if self.train_file is not None and self.validation_file is None:
@@ -354,7 +358,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
                 f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
             )
 
-    def _refuse(self, names: Sequence[str], reason: str) -> None:
+    def _check_unset(self, names: Sequence[str], reason: str) -> None:
         """Raise ValueError if one of these settings has not its default. `reason` completes the message."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:

@@ -47,7 +47,7 @@ from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_t
 from ..pretraining.span_corruption import SpanCorruption
 from .data import UptrainingData, UptrainingStream, load_uptraining_data
 from .objective import (
-    TERMS,
+    WEIGHT_BY_TERM,
     Teacher,
     UptrainingEvaluator,
     UptrainingObjective,
@@ -55,13 +55,13 @@ from .objective import (
     check_teacher,
     check_teacher_length,
     check_teacher_types,
-    held_out_gain,
-    model_inputs,
-    term_weights,
+    compute_held_out_gain,
+    get_model_inputs,
+    resolve_term_weights,
 )
 from .settings import SPAN_CORRUPTION, UptrainingSettings
 
-__all__ = ["Uptraining", "fit_batch_size", "mean_step", "sequences_per_step", "step_size"]
+__all__ = ["Uptraining", "compute_mean_step_size", "count_sequences_per_step", "describe_step_size", "fit_batch_size"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,20 +87,20 @@ def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> Up
     return fitted
 
 
-def sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
+def count_sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
     """Return the number of examples per step on all processes."""
     per_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     return per_device * accelerator.num_processes
 
 
-def mean_step(examples: int, steps: int) -> int | float:
+def compute_mean_step_size(examples: int, steps: int) -> int | float:
     """Return the mean number of examples per step. It is less than the batch size if the text ended within steps."""
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
-def step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
+def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
     """Describe the numbers of sequences and tokens per step, without padding."""
-    sequences = sequences_per_step(settings, accelerator)
+    sequences = count_sequences_per_step(settings, accelerator)
     return (
         f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
         f"{settings.per_device_train_batch_size}, accumulation steps: {settings.gradient_accumulation_steps}). These "
@@ -118,7 +118,7 @@ AUTO_CLASSES: dict[str, Any] = {
 # The number of training rows for measuring the variances that errors are divided by.
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
-RISING_METRICS = ("embedding_cosine", "bleu")
+RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
 # Objectives without dropout. A teacher has no dropout, so the student could reproduce its outputs only with noise. The
 # released checkpoints of T5 1.1 were pretrained without dropout.
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
@@ -150,8 +150,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         super().__init__(fit_batch_size(settings, accelerator), accelerator)
         self.name, settings = settings.objective, self.settings
         self._load_config()
-        self.reads = self._decoder_input(settings, self.config)
-        self.weights = term_weights(settings, self.reads)
+        self.input_kind = self._get_decoder_input(settings, self.config)
+        self.weights = resolve_term_weights(settings, self.input_kind)
         self._load_teacher_config()
         self.tokenizer = load_tokenizer(settings, self.config)
         self._check_teacher_tokenizer()
@@ -161,13 +161,13 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
         self.data = self._load_data()
         self.collate = self.data.collate
-        pairs = not self.reads.is_target and self.data.pairs
-        if self.reads is DecoderInput.SOURCE:
+        pairs = not self.input_kind.is_target and self.data.pairs
+        if self.input_kind is DecoderInput.SOURCE:
             append_end_tokens(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
-            check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
+            check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
             check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
@@ -175,7 +175,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         settings = self.settings
         if settings.is_stream:
             return UptrainingStream(settings, self.config, self.tokenizer)
-        data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads)
+        data = load_uptraining_data(settings, self.config, self.tokenizer, self.input_kind)
         self.rows = data.train
         return data
 
@@ -184,13 +184,15 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
-        self.own_dropout = {name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)}
-        if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.own_dropout:
+        self.saved_dropout = {
+            name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)
+        }
+        if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.saved_dropout:
             set_dropout(self.config, 0.0)
 
-    def _decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
+    def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
         """Return the kind of input of the decoder of a model."""
-        model_class = self._model_class(source, config)
+        model_class = self._get_model_class(source, config)
         # The variant of an Auto class reads the same input as the class of Transformers.
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
@@ -200,30 +202,30 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def _load_teacher_config(self) -> None:
         """Load the configuration of the teacher, and check that it can be compared with that of the model."""
         settings, weights = self.settings, self.weights
-        self.of_teacher = self.teacher_config = None
+        self.teacher_settings = self.teacher_config = None
         if settings.teacher is None:
             return
-        self.of_teacher = ModelSettings(
+        self.teacher_settings = ModelSettings(
             model_name_or_path=settings.teacher,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
         )
-        self.teacher_config = load_config(self.of_teacher)
+        self.teacher_config = load_config(self.teacher_settings)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
         check_teacher(self.config, self.teacher_config, *compared)
-        reads = self._decoder_input(self.of_teacher, self.teacher_config)
-        if reads is not self.reads and not (reads.is_target and self.reads.is_target):
+        input_kind = self._get_decoder_input(self.teacher_settings, self.teacher_config)
+        if input_kind is not self.input_kind and not (input_kind.is_target and self.input_kind.is_target):
             raise ValueError(
-                f"--teacher {settings.teacher} must have a decoder that reads {self.reads.value}, as "
-                f"{settings.model_name_or_path}, but it reads {reads.value}. Use another teacher."
+                f"--teacher {settings.teacher} must have a decoder that reads {self.input_kind.value}, as "
+                f"{settings.model_name_or_path}, but it reads {input_kind.value}. Use another teacher."
             )
 
     def _check_teacher_tokenizer(self) -> None:
         """Check that the teacher has the vocabulary of the model."""
-        if self.of_teacher is None:
+        if self.teacher_settings is None:
             return
         try:
-            teacher_tokenizer = load_tokenizer(self.of_teacher, None)
+            teacher_tokenizer = load_tokenizer(self.teacher_settings, None)
         except OSError:  # a teacher may have no tokenizer
             return
         if teacher_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -232,16 +234,18 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
                 f"{self.settings.model_name_or_path}, because both read the same token ids. Use another teacher."
             )
 
-    def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+    def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
         """Return the class of a model for the objective."""
         return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
-        model, rest = load_model_and_unexpected_keys(settings, self.config, self._model_class(settings, self.config))
+        model, rest = load_model_and_unexpected_keys(
+            settings, self.config, self._get_model_class(settings, self.config)
+        )
         if self.target_start is not None:
             self.target_start.give(model)
-        self.model, self.carried = model, _read_tensors(settings.source, rest)
+        self.model, self.extra_tensors = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -254,21 +258,21 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def _load_teacher(self) -> Teacher | None:
         """Load the teacher, or return None."""
-        if self.of_teacher is None or self.teacher_config is None:
+        if self.teacher_settings is None or self.teacher_config is None:
             return None
-        model_class = self._model_class(self.of_teacher, self.teacher_config)
-        model = load_model(self.of_teacher, self.teacher_config, model_class)
+        model_class = self._get_model_class(self.teacher_settings, self.teacher_config)
+        model = load_model(self.teacher_settings, self.teacher_config, model_class)
         return Teacher(
             model.to(self.accelerator.device),
-            hidden_states=self.weights.need_hidden_states,
+            hidden_states=self.weights.needs_hidden_states,
             attention_outputs=self.weights.attention_outputs > 0,
             autocast=self.accelerator.autocast,
             max_length=self.settings.teacher_max_length,
         )
 
-    def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
+    def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches of the first `count` training rows on the device."""
-        rows = self.data.first(count)
+        rows = self.data.get_first(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
@@ -280,15 +284,15 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             return
         teacher: Any = objective.teacher  # it exists, because these terms need it
         teacher.measure_variances(
-            (model_inputs(batch), objective.masks(batch))
-            for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
+            (get_model_inputs(batch), objective.get_masks(batch))
+            for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
     def _freeze_unused(self) -> None:
         """Freeze the parameters that the loss does not depend on."""
         objective, model = self.uptraining_objective, self.model
-        batch = next(self._first_batches(2, 2))
-        unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
+        batch = next(self._make_first_batches(2, 2))
+        unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
         if unused:
             message = "These parameters are frozen, because the loss does not depend on them: %s."
             logger.info(message, ", ".join(unused))
@@ -320,18 +324,18 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
         if self.accelerator.is_main_process:
-            self._say_length(total)
+            self._log_length(total)
         return total
 
-    def _say_length(self, steps: int) -> None:
+    def _log_length(self, steps: int) -> None:
         """Log the length of the training."""
         settings = self.settings
         if settings.alpha is not None:
             message = "Training takes %d steps, which is %s of %d, rounded up."
             logger.info(message, steps, settings.alpha, settings.pretraining_steps)
         if steps and isinstance(self.data, UptrainingStream):
-            logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
-            self.data.warn_of_short_steps(sequences_per_step(settings, self.accelerator))
+            logger.info("%s", describe_step_size(settings, self.accelerator, self.data.prepare))
+            self.data.warn_about_short_steps(count_sequences_per_step(settings, self.accelerator))
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
@@ -385,11 +389,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
-        for name, value in self.own_dropout.items():
+        for name, value in self.saved_dropout.items():
             setattr(self.model.config, name, value)
-        rising = [name for name in RISING_METRICS if name in evaluator.metrics]
-        self.shown_metrics = rising or [name for name in TERMS if name in evaluator.metrics]
-        self.read = loop.state.examples, loop.state.step
+        rising = [name for name in RISING_METRIC_NAMES if name in evaluator.metrics]
+        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in evaluator.metrics]
+        self.examples_and_steps = loop.state.examples, loop.state.step
         if self.peft_model is None:
             return model
         merged = self.peft_model.merge_and_unload()
@@ -402,7 +406,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, new_files)
         outputs.save_model(
-            self.accelerator, model, self.tokenizer, self.settings, history, self.carried, add_files=add_files
+            self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
@@ -411,7 +415,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = held_out_gain(before, evaluator.metrics, self.read[1])
+        gain = compute_held_out_gain(before, evaluator.metrics, self.examples_and_steps[1])
         return {**initial, **gain, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
@@ -420,7 +424,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         if self.num_parameters is not None:
             results["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            sequences = mean_step(*self.read) if self.read[1] else sequences_per_step(settings, self.accelerator)
+            sequences = (
+                compute_mean_step_size(*self.examples_and_steps)
+                if self.examples_and_steps[1]
+                else count_sequences_per_step(settings, self.accelerator)
+            )
             results |= self.data.results() | {"sequences_per_step": sequences}
         return results
 
