@@ -89,7 +89,7 @@ class ChoiceLikelihood:
         settings: The settings of the run.
         config: The configuration of the model.
         accelerator: The accelerator.
-        word: Maps a row to the text that the encoder reads.
+        format_row: Maps a row to the text that the encoder reads.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
     """Training of a model that chooses among texts. The `__init__` of a subclass sets `train` and `dev`.
 
     Attributes:
-        way: The model and its scores of choices.
-        word: Maps a row to the text that an encoder-decoder reads.
+        choice_model: The model and its scores of choices.
+        format_row: Maps a row to the text that an encoder-decoder reads.
         train: The training questions. Empty for a run that only evaluates.
         dev: The dev questions, or None.
         dev_shares: The log-probabilities of the choices at the last evaluation [questions, choices].

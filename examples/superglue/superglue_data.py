@@ -30,7 +30,7 @@ class Example:
         index: The official number. For MultiRC: the numbers of the passage and the question.
         texts: The texts or pairs of texts for an encoder, one per row, choice, answer or candidate.
         labels: A class id for each of `texts` (COPA: the correct choice), or None if they are unknown.
-        worded: The texts for T5 (arXiv 1910.10683, appendix D). For COPA and ReCoRD: one text for all choices.
+        t5_texts: The texts for T5 (arXiv 1910.10683, appendix D). For COPA and ReCoRD: one text for all choices.
         choices: For MultiRC: the numbers of the answers. For ReCoRD: the candidates.
         truths: For ReCoRD: the correct answers.
     """

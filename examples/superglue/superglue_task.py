@@ -32,7 +32,7 @@ def get_task_class(settings: Any) -> type[Any]:
 class _SuperGlue(FineTuningTask[Any, Any]):
     """Base class of both task classes.
 
-    `dev_logits` and the result of `compute_logits` have the format that `compute_superglue_metrics` expects.
+    `dev_logits` and the result of `compute_split_logits` have the format that `compute_superglue_metrics` expects.
     """
 
     config: Any
@@ -46,7 +46,7 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         self.dev_logits = np.empty((0, 0))
 
     @abstractmethod
-    def compute_logits(self, name: str) -> np.ndarray:
+    def compute_split_logits(self, name: str) -> np.ndarray:
         """Return the logits of a split."""
 
     def results(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         files = {}
         for name, folder in {"test": self.task.folder, **DIAGNOSTICS}.items():
             if name in self.examples:
-                logits = self.compute_logits(name)
+                logits = self.compute_split_logits(name)
                 files[f"{folder}.jsonl"] = format_submission(self.task, self.examples[name], logits)
                 results |= compute_diagnostic_scores(name, self.examples[name], logits.argmax(-1))
         return results, files
@@ -114,7 +114,7 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         self.dev_logits = logits[:, list(self.label_map.to_model)]
         return compute_superglue_metrics(self.task, self.examples["validation"], self.dev_logits)
 
-    def compute_logits(self, name: str) -> np.ndarray:
+    def compute_split_logits(self, name: str) -> np.ndarray:
         return self.evaluator.predict_logits(self.make_eval_set(self._load_rows(name)))[
             :, list(self.label_map.to_model)
         ]
@@ -182,7 +182,7 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         right = np.concatenate([compute_log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
-    def compute_logits(self, name: str) -> np.ndarray:
+    def compute_split_logits(self, name: str) -> np.ndarray:
         return self._to_logits(
             self.examples[name], self.compute_log_shares(self.make_eval_set(self._make_questions(name)))
         )

@@ -8,8 +8,8 @@ import pytest
 import superglue_data
 import torch
 from fixtures.superglue import ANIMALS, PLACES, write_superglue
-from fixtures.t5_texts import make_writer
 from fixtures.uptraining import make_bert
+from fixtures.worded import make_writer
 from run_superglue import main, parse_args
 from sklearn.metrics import matthews_corrcoef
 from superglue_tasks import TASKS, SuperGlueSettings

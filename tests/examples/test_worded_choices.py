@@ -14,7 +14,7 @@ from choice_task import format_question
 from fixtures.multilingual import TOKENIZERS
 from fixtures.processes import run_processes, run_script
 from fixtures.superglue import official_rows, write_superglue
-from fixtures.t5_texts import make_writer
+from fixtures.worded import make_writer
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
 from superglue_data import make_examples

@@ -30,9 +30,7 @@ def made(kind, classes, rows=60, seed=0):
     names = tuple(f"class {i}" for i in range(classes)) if kind != REGRESSION else ()
     logits = generator.normal(size=(rows, max(classes, 1)))
     if kind == SINGLE_LABEL:
-        labels = np.where(
-            generator.random(rows) < 0.5, logits.argmax(-1), generator.integers(classes, size=rows)
-        )
+        labels = np.where(generator.random(rows) < 0.5, logits.argmax(-1), generator.integers(classes, size=rows))
     elif kind == MULTI_LABEL:
         labels = ((logits + generator.normal(size=logits.shape)) > 0).astype(float)
     else:

@@ -231,7 +231,7 @@ def load_uptraining_data(
         settings: The settings of the run.
         config: The configuration of the model.
         tokenizer: The tokenizer.
-        reads: The kind of input of the decoder of the model.
+        input_kind: The kind of input of the decoder of the model.
 
     Raises:
         OSError: If a file cannot be read.

@@ -621,7 +621,7 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
 
     Args:
         settings: The settings of the run.
-        reads: The kind of input of the decoder of the model.
+        input_kind: The kind of input of the decoder of the model.
 
     Raises:
         ValueError: If there is a teacher but all its terms have weight 0, or if the model lacks a head.
@@ -663,7 +663,7 @@ def check_teacher_length(
     Args:
         settings: The settings of the run.
         teacher: The configuration of the teacher.
-        reads: The kind of input of the decoder of the model.
+        input_kind: The kind of input of the decoder of the model.
         weights: The weights of the terms.
 
     Raises:
