@@ -397,4 +397,4 @@ def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
     assert "off on held-out" not in said.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2
-    assert "--quick is of a calibration" in capsys.readouterr().err
+    assert "--quick requires a calibration" in capsys.readouterr().err

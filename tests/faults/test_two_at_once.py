@@ -64,7 +64,7 @@ def test_two_trainings_into_one_folder(bert, tmp_path):
 def test_a_folder_is_held_by_one_at_a_time(tmp_path):
     with lock_folder(str(tmp_path)) as waited:
         assert not waited
-        with pytest.raises(ValueError, match=r"--output_dir .* is in use: another run"), lock_folder(str(tmp_path), 0):
+        with pytest.raises(ValueError, match=r"--output_dir .* is in use"), lock_folder(str(tmp_path), 0):
             pass
     with lock_folder(str(tmp_path), 0) as waited:
         assert not waited
@@ -112,5 +112,5 @@ def test_no_training_goes_into_a_folder_where_another_one_is(bert, tmp_path, mon
     argv = [command, "--model_name_or_path", str(bert), "--output_dir", str(out), "--cpu", *TRAININGS[command], *flags]
     with lock_folder(str(out)):
         assert cli.main(argv) == 2
-    assert f"error: --output_dir {out} is in use: another run is writing into it" in capfd.readouterr().err
+    assert f"error: --output_dir {out} is in use" in capfd.readouterr().err
     assert sorted(out.rglob("*")) == before

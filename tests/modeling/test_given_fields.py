@@ -76,7 +76,7 @@ def test_a_prefix_before_a_field_is_a_field_or_refused(row, prefix):
     for field in FIELDS:
         name = prefix + field
         if name not in known:
-            with pytest.raises(ValueError, match=f"`{name}` .*did you mean"):
+            with pytest.raises(ValueError, match=f"`{name}` .*Did you mean"):
                 row.config_class.check_names([name])
 
 

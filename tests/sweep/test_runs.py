@@ -147,7 +147,7 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
         ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide"),
         ({"kv_cache_bytes": [512, 512]}, "`kv_cache_bytes` is for encoder-decoders"),
         ({"num_key_value_heads": 2, "calibration_file": "TEXTS", "calibration_columns": ["texts"]}, "'texts'"),
-        ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size needs --calibration_file"),
+        ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size requires --calibration_file"),
         ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
         ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "give `calibration=` (--calibration_file)"),
         ({"talking_heads": "both", "calibration_file": "TEXTS"}, "talking heads are added without"),
@@ -354,4 +354,4 @@ def test_models_that_do_not_read_their_context_are_named():
     for each, passed in zip(found["contestants"], (True, False), strict=True):
         each["runs"]["0"]["gate_passed"] = passed
     warning = markdown(found).partition("|\n\n")[2]
-    assert warning.startswith("Not yet trained enough to compare attention: b. ") and warning.count("\n") == 1
+    assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1

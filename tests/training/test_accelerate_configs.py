@@ -82,7 +82,7 @@ def test_deepspeed_gets_the_batch_size_and_refuses_what_it_would_do_otherwise():
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": 32,
     }
-    with pytest.raises(ValueError, match="--gradient_accumulation_steps: under DeepSpeed only 1"):
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps must be 1"):
         configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
@@ -110,7 +110,7 @@ def test_a_number_of_accelerates_environment_does_not_divide_the_gradient(tmp_pa
 
 def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-    with pytest.raises(ValueError, match="--optim adafactor: its moments"), _session(tmp_path, "--optim", "adafactor"):
+    with pytest.raises(ValueError, match="--optim adafactor cannot"), _session(tmp_path, "--optim", "adafactor"):
         pass
     assert not (tmp_path / "out").exists()
 

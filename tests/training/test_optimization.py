@@ -101,7 +101,7 @@ def test_a_run_that_only_evaluates_needs_no_schedule_and_a_polynomial_needs_step
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
     assert create_scheduler(optimizer, OptimizationSettings(**given), total_steps=0).get_last_lr()[0] == 1e-2
-    with pytest.raises(ValueError, match="a warm-up of all 8 steps leaves --lr_scheduler_type polynomial none"):
+    with pytest.raises(ValueError, match="--lr_scheduler_type polynomial needs steps after the warm-up"):
         create_scheduler(optimizer, OptimizationSettings(**given | {"num_warmup_steps": 8}), total_steps=8)
 
 
@@ -143,9 +143,9 @@ def test_warmup_ratio_and_its_limits():
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     rates = rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
-    with pytest.raises(ValueError, match="more than the 8 steps"):
+    with pytest.raises(ValueError, match="at most the 8 steps"):
         create_scheduler(optimizer, replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=8)
-    with pytest.raises(ValueError, match="do not fit linear"):
+    with pytest.raises(ValueError, match="does not fit --lr_scheduler_type linear"):
         create_scheduler(optimizer, replace(SETTINGS, lr_scheduler_kwargs={"x": 1}), total_steps=8)
 
 

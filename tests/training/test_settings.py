@@ -75,7 +75,7 @@ def test_a_type_says_how_its_flag_is_read():
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
         ({"model_name_or_path": None}, "--model_name_or_path must be given"),
-        ({"task_name": "imdb"}, "unknown --task_name 'imdb'"),
+        ({"task_name": "imdb"}, "--task_name must be .* got 'imdb'"),
         ({"hub_model_id": "me/x"}, "need --push_to_hub"),
     ],
 )

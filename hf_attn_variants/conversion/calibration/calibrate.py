@@ -190,7 +190,7 @@ def _batches(plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any,
         model.generation_config.forced_bos_token_id = begin
         start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
         if start is not None:
-            start.give(model)
+            start.apply_to(model)
     make: Callable[..., Batches] = audio_batches if hears else make_batches
     return make(model, processor, calibration, _held_out_draw(plan))
 

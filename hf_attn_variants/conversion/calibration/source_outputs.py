@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoFeatureExtractor, PreTrainedModel
 
-from ...model_properties import Answer, DecoderInput, answer_of, decoder_input
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, logits_kind
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
@@ -141,7 +141,7 @@ class SourceOutputs:
         self._length, self.device = calibration.written_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._writes = decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
-        self._answer = answer_of(model)
+        self._answer = logits_kind(model)
         self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
         name = type(model).__name__
@@ -166,7 +166,7 @@ class SourceOutputs:
             # BART's classifiers read the state at the end token, and refuse texts that were cut before it.
             self._measure = "embeddings"
             self._own = self._outputs(model, is_source=True)
-        if self._measure == "predictions" and self._answer is Answer.LABELS:
+        if self._measure == "predictions" and self._answer is LogitsKind.LABELS:
             # A label that most examples have says something where it is missing. Without either, what is left to
             # compare is how far the source was from another answer.
             rows = torch.stack(self._own["predictions"])
@@ -224,14 +224,14 @@ class SourceOutputs:
 
     def _common(self) -> int | None:
         """Return the prediction that is left out where neither model gives another one; None if all count."""
-        if self._answer is Answer.LABELS:
+        if self._answer is LogitsKind.LABELS:
             return None
         values, counts = torch.cat(self._own["predictions"]).unique(return_counts=True)
         is_common = self._is_tagger or counts.max() > COMMON * counts.sum()
         return int(values[counts.argmax()]) if is_common else None
 
     def _counts(self, predictions: torch.Tensor) -> torch.Tensor:
-        if self._answer is Answer.LABELS:
+        if self._answer is LogitsKind.LABELS:
             return predictions ^ self._has_most
         common = self._common()
         return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
@@ -306,7 +306,7 @@ class SourceOutputs:
             pair = [each.masked_fill(~is_read, -math.inf) for each in (output.start_logits, output.end_logits)]
             return list(torch.stack([logits.argmax(-1) for logits in pair], 1).cpu())
         logits = output.logits
-        if self._answer is Answer.LABELS:
+        if self._answer is LogitsKind.LABELS:
             return list((logits > 0).cpu())
         predicted = logits.argmax(-1).cpu()
         if not self._is_tagger:
@@ -324,16 +324,16 @@ def _encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
     return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
 
 
-def _measure(model: PreTrainedModel, answer: Answer, writes: bool) -> str:
+def _measure(model: PreTrainedModel, answer: LogitsKind, writes: bool) -> str:
     """Return which of `BOUNDS` a model is measured by."""
     if writes:
         return "tokens"
     if model.get_output_embeddings() is not None:
         return "loss"
     name = type(model).__name__
-    if answer is Answer.SCORES or name.endswith("ForMultipleChoice"):
+    if answer is LogitsKind.SCORES or name.endswith("ForMultipleChoice"):
         return "scores"
-    if answer is Answer.LABELS:
+    if answer is LogitsKind.LABELS:
         return "predictions"
     classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
     return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"

@@ -97,12 +97,12 @@ def _check_finite(parts: Sequence[Tensor], name: str) -> None:
     if bad := int(rows.sum()):
         raise NonFiniteLossError(
             f"The outputs of the model are NaN or infinite for {bad} of {len(rows)} rows of {name}, so they cannot be "
-            "scored. Try --mixed_precision no; if that does not help, the weights contain NaN."
+            "scored. Try --mixed_precision no. If that does not help, the weights contain NaN."
         )
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-# Each task has its own evaluator class, so that its methods know the attributes of it.
+# The type of a task's evaluator, so that the methods of the task know its attributes.
 EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
 
 

@@ -121,11 +121,11 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
 
 def _find_head_layers(model: Any) -> list[nn.Linear]:
     """Return the linear layers after the base model that process every token."""
-    from ...inspection.counting import runs_once_a_sequence
+    from ...inspection.counting import runs_once_per_sequence
 
     base = {id(module) for module in model.base_model.modules()}
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [module for name, module in linears if id(module) not in base and not runs_once_a_sequence(model, name)]
+    return [module for name, module in linears if id(module) not in base and not runs_once_per_sequence(model, name)]
 
 
 def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:

@@ -60,7 +60,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# All dropout probabilities of the supported architectures. None of a classifier stands for that of the hidden layers.
+# All dropout probabilities of the supported architectures. If that of a classifier is None, it is that of the hidden
+# layers.
 DROPOUT_FIELDS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -417,7 +418,7 @@ def make_new_config(
         raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
     if duplicates := [name for name in variant if name in overrides]:
         raise ValueError(f"--{duplicates[0]} is also given by --config_overrides. Remove one of them.")
-    is_variant = variant or known.keys() & overrides.keys()
+    is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
     fields = {
@@ -432,7 +433,7 @@ def make_new_config(
         config = type(default)(**fields, **variant)
     except ValueError:
         raise
-    except Exception as error:  # the checks of the configuration classes raise errors of their own classes
+    except Exception as error:  # the checks of the configuration classes raise errors of other classes
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error

@@ -1,4 +1,4 @@
-"""The frame of every training run: checks, the accelerator, the output folder and the trackers."""
+"""Setup and cleanup of a training run: checks, the accelerator, the output folder and the trackers."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         step_scheduler_with_optimizer=False,
         rng_types=[],
     )
-    made = []
+    new_folders = []
     try:
         _check_processes(settings, accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -76,7 +76,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
             )
         accelerator.wait_for_everyone()  # every process has checked the folder before one of them writes into it
         if accelerator.is_main_process:
-            made = _make_output_dir(settings.output_dir)
+            new_folders = _make_output_dir(settings.output_dir)
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
         with lock as was_in_use, no_progress_bars(settings.disable_tqdm):
             if was_in_use:
@@ -86,7 +86,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         advice = _describe_resuming(settings) if accelerator in _started_accelerators else "No file was changed."
         raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
     finally:
-        remove_empty_folders(made)
+        remove_empty_folders(new_folders)
         if accelerator.num_processes > 1:
             _finished_process_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
@@ -172,16 +172,16 @@ def _check_output_dir(settings: TrainingSettings) -> None:
 
 def _make_output_dir(output_dir: str) -> list[Path]:
     """Create the output folder if necessary, check that it can be written to, and return the new folders."""
-    folder, made = Path(output_dir), []
+    folder, new_folders = Path(output_dir), []
     try:
-        made = make_folders(folder)
+        new_folders = make_folders(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        remove_empty_folders(made)
+        remove_empty_folders(new_folders)
         raise OSError(
             f"--output_dir {folder} cannot be written to ({error.strerror}). Give another folder."
         ) from error
-    return made
+    return new_folders
 
 
 def _describe_resuming(settings: TrainingSettings) -> str:

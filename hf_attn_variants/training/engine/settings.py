@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ...modeling.fields.field_table import FIELDS, Field
+from ...modeling.fields.field_texts import describe_field
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -71,7 +72,7 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
 
 def _make_option(prefix: str, row: Field) -> Any:
     """Make the option of a field. Its default is None, so that the configuration uses its own default."""
-    text = row.described(prefix)
+    text = describe_field(prefix + row.name)
     if "_" not in text.split(":")[0]:  # a text that begins with the name of a pattern keeps its lower case
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)
@@ -148,7 +149,7 @@ class NewModelSettings(VariantSettings, ModelSettings):
 
     title: ClassVar[str] = FROM_SCRATCH
 
-    model_type: str | None = option("Model type of the architecture, for example bert.", None, resume=ALWAYS)
+    model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS)
     config_overrides: str | None = option(
         "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text; a value "
         "with commas must be JSON. The whole argument can also be a JSON object.",
@@ -277,7 +278,7 @@ class OptimizationSettings(Settings):
     )
     adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
     adafactor_scale_parameter: bool = option(
-        "Scale Adafactor's steps by the root mean square of each parameter (T5 was pretrained so, with rate 1e-2).",
+        "Scale Adafactor's steps by the root mean square of each parameter (pretraining of T5, with rate 1e-2).",
         False,
         resume=ALWAYS,
     )
@@ -360,12 +361,13 @@ class OptimizationSettings(Settings):
         if self.greater_is_better is not None and not self.keeps_best_weights:
             raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience.")
         if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("--num_warmup_steps and --warmup_ratio exclude each other. Give only one of them.")
+            raise ValueError("--num_warmup_steps and --warmup_ratio cannot be used together. Remove one of them.")
         if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":
             raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor.")
         if self.adafactor_relative_step and (has_warmup or self.lr_scheduler_kwargs):
             raise ValueError(
-                "--adafactor_relative_step has its own schedule and warm-up. Remove the other flags for these."
+                "--adafactor_relative_step has its own schedule and warm-up. Remove the flags of any other schedule "
+                "or warm-up."
             )
         if not isinstance(self.lr_scheduler_kwargs, dict):
             raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}.")
@@ -433,10 +435,10 @@ class OutputSettings(Settings):
             raise ValueError("--save_total_limit needs --checkpointing_steps. Without it no checkpoint is saved.")
         if self.resume_from_checkpoint and self.overwrite_output_dir:
             raise ValueError(
-                "--resume_from_checkpoint and --overwrite_output_dir exclude each other. Give only one of them."
+                "--resume_from_checkpoint and --overwrite_output_dir cannot be used together. Remove one of them."
             )
         if self.with_tracking and self.report_to == "none":
-            raise ValueError("--with_tracking and --report_to none exclude each other. Give only one of them.")
+            raise ValueError("--with_tracking and --report_to none cannot be used together. Remove one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,7 @@ def get_label_name(value: Any, names: Sequence[str]) -> Any:
 
 
 # Errors that results cause if they are damaged or were written by another program.
-UNREADABLE = (AttributeError, TypeError, ValueError)
+RESULT_ERRORS = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
@@ -293,7 +293,7 @@ def apply_recorded_columns(
         return settings
     try:
         recorded = _load_recorded(path)
-    except UNREADABLE as error:
+    except RESULT_ERRORS as error:
         logger.warning("The training columns could not be read from %s: %s", path, error)
         return settings
     named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
@@ -330,7 +330,7 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
         return None
     try:
         column = _load_recorded(path).get(setting)
-    except UNREADABLE:
+    except RESULT_ERRORS:
         return None
     return column if isinstance(column, str) and not has_column(first, column) else None
 
@@ -346,7 +346,7 @@ def warn_about_max_length(settings: FineTuningSettings) -> None:
         return
     try:
         length = _load_recorded(path).get("max_length", settings.max_length)
-    except UNREADABLE:
+    except RESULT_ERRORS:
         return
     if length != settings.max_length:
         message = "Texts are cut at %d tokens, but the model was trained with --max_length %s (%s)."

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...languages import set_languages
-from ...model_properties import limits_of_the_call
+from ...model_properties import ignore_saved_length_limits
 from ...modeling.fields.variant_config import can_cache
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, run_rows
@@ -104,7 +104,7 @@ class Decoder:
             start = time.perf_counter()
             with (
                 accelerator.autocast(),
-                limits_of_the_call(model),
+                ignore_saved_length_limits(model),
             ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
                 ids = model.generate(
                     input_ids=batch["input_ids"],
@@ -299,7 +299,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def load_model(self) -> PreTrainedModel:
         model = load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
         if self.target_start is not None:
-            self.target_start.give(model)
+            self.target_start.apply_to(model)
         return model
 
     def objective(self) -> Objective:

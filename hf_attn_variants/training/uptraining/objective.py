@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...inspection.sentence_similarity import mean_pooled
-from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
 from ..engine.finetune import MetricEvaluator
@@ -89,7 +89,7 @@ class ActivationRecorder:
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
         self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
-        self.answer = answer_of(model)
+        self.answer = logits_kind(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
         if attention_outputs:
             for site, _, module in iterate_attentions(model):
@@ -194,7 +194,7 @@ class Teacher:
                     layer_moments = moments.setdefault((kind, side), [_Moments() for _ in layers])
                     for moment, states in zip(layer_moments, layers, strict=True):
                         moment.add(states[masks[side].bool()])
-            if self.recorder.answer is Answer.SCORES and activations.logits is not None:
+            if self.recorder.answer is LogitsKind.SCORES and activations.logits is not None:
                 moments.setdefault(SCORES, [_Moments()])[0].add(activations.logits)
         self.variances = {key: [moment.variance() for moment in entries] for key, entries in moments.items()}
 
@@ -473,20 +473,20 @@ class UptrainingObjective:
                 f"{teacher_answer.value} of its teacher. Check num_labels and problem_type in config.json."
             )
         logits = _check_logits(student.logits, teacher.logits, answer)
-        if answer is Answer.SCORES:
+        if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
         of_tokens = None  # None: all labels count
-        if logits[0].dim() == 3 or answer is Answer.TOKENS:
+        if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = compute_logits_divergence if answer is Answer.CLASSES else compute_labels_divergence
+        divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_labels_divergence
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 
-def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: Answer) -> tuple[Tensor, Tensor]:
+def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
     """Return the logits, or raise ValueError if they cannot be compared."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
     # A distribution over a single class is constant.
-    too_few = student is not None and answer is Answer.CLASSES and student.shape[-1] < 2
+    too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(
@@ -560,7 +560,7 @@ class UptrainingEvaluator(MetricEvaluator):
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         """Generate the texts of a batch with greedy search."""
         model = self.accelerator.unwrap_model(self.model)
-        with limits_of_the_call(model):
+        with ignore_saved_length_limits(model):
             ids = model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

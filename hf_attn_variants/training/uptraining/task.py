@@ -21,7 +21,7 @@ from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...languages import set_languages
 from ...model_history import ModelHistory
-from ...model_properties import Answer, DecoderInput, decoder_input
+from ...model_properties import DecoderInput, LogitsKind, decoder_input
 from ...registration import variant_config_class, variant_model_class
 from ..engine import outputs
 from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
@@ -244,7 +244,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             settings, self.config, self._get_model_class(settings, self.config)
         )
         if self.target_start is not None:
-            self.target_start.give(model)
+            self.target_start.apply_to(model)
         self.model, self.extra_tensors = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
@@ -279,7 +279,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def _measure_variances(self) -> None:
         """Measure the variances of the teacher if a term needs them."""
         objective, weights = self.uptraining_objective, self.weights
-        of_scores = weights.logits > 0 and objective.recorder.answer is Answer.SCORES
+        of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
         teacher: Any = objective.teacher  # it exists, because these terms need it
