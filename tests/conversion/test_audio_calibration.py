@@ -14,8 +14,12 @@ from transformers import AutoFeatureExtractor, AutoTokenizer
 from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
-from hf_attn_variants.conversion.calibration.batches import read_by_decoder, read_by_encoder, written_tokens
-from hf_attn_variants.conversion.calibration.examples import audio_batches, load_audio
+from hf_attn_variants.conversion.calibration.batches import (
+    drop_encoder_outputs,
+    get_generated_tokens,
+    reuse_encoder_outputs,
+)
+from hf_attn_variants.conversion.calibration.examples import load_audio, make_audio_batches
 
 SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
 
@@ -57,13 +61,13 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
     """The prompt of its generation configuration, then its greedy tokens; in memory as from a folder."""
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(source).eval()
     calibration = read_audio_calibration(folder, feature_extractor=feature_extractor(), max_length=30, fit_steps=0)
-    used, held_out = audio_batches(model, feature_extractor(), calibration, torch.Generator())
+    used, held_out = make_audio_batches(model, feature_extractor(), calibration, torch.Generator())
     assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the sixty
     batch = used[0]
     with torch.no_grad():
-        logits = model(**read_by_encoder(batch)).logits
+        logits = model(**drop_encoder_outputs(batch)).logits
         # What the encoder made when the model wrote is what it makes.
-        torch.testing.assert_close(model(**read_by_decoder(batch)).logits, logits)
+        torch.testing.assert_close(model(**reuse_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
     assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated
@@ -72,7 +76,7 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
     assert torch.equal(logits[:, 2:-1].argmax(-1), ids[:, 3:])
     prompt = {*ids[:, :3].flatten().tolist(), 30, 31}
     written = [[token for token in row if token not in prompt] for row in ids[:, 3:].tolist()]
-    assert written_tokens(batch, model.generation_config) == written and any(written)
+    assert get_generated_tokens(batch, model.generation_config) == written and any(written)
     fields = {"num_key_value_heads": 4, "encoder_kv_lora_rank": 16}
     in_memory = convert(model, calibration=calibration, **fields)
     from_folder = convert(source, calibration=calibration, **fields)

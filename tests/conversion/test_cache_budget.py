@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from hf_attn_variants import cli, convert
 from hf_attn_variants.conversion import Calibration
-from hf_attn_variants.conversion.attention_tensors import LatentForm, best_latent, kept_energy, lost_by_rank
+from hf_attn_variants.conversion.attention_tensors import LatentForm, best_latent, lost_by_rank, preserved_energy
 from hf_attn_variants.conversion.cache_budget import ranks_within
 
 ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
@@ -30,7 +30,7 @@ def test_what_is_lost_by_rank_is_what_the_best_latent_loses():
     lost = lost_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
     for rank in range(1, 13):
-        assert float(lost[rank]) == pytest.approx(1 - kept_energy(form, best_latent([form], rank)), abs=1e-9)
+        assert float(lost[rank]) == pytest.approx(1 - preserved_energy(form, best_latent([form], rank)), abs=1e-9)
     gains = lost[:-1] - lost[1:]
     assert (gains[:-1] >= gains[1:] - 1e-12).all()
 

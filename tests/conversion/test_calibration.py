@@ -163,15 +163,15 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
 @pytest.mark.thorough
 @pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 8)])
 def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
-    batches, attend = [], calibrating.attend
+    batches, compute_attention = [], calibrating.compute_attention
 
     def counted(tensors, inputs, query_heads):
         if not torch.is_grad_enabled() and len(inputs.states) == 15:  # of a batch that only held-out texts are in
             batches.append(inputs)
-        return attend(tensors, inputs, query_heads)
+        return compute_attention(tensors, inputs, query_heads)
 
     for module in (calibrating, fitting, calibrated):
-        monkeypatch.setattr(module, "attend", counted)
+        monkeypatch.setattr(module, "compute_attention", counted)
     # 381 texts are fitted to, in batches of 16 and one of 13; 127 are held out, in batches of 16 and one of 15.
     convert_model(bert(), 2, calibration=replace(calibration(fit_steps=fit_steps), texts=text(508)))
     # Two attentions: the targets; then three closed forms, averaged heads, the fit, the fit with three other outputs.

@@ -17,13 +17,13 @@ from hf_attn_variants.conversion.attention_tensors import (
     HeadCounts,
     LatentForm,
     best_latent,
-    kept_energy,
     on_latent,
+    preserved_energy,
     rank_relation,
     weight_forms,
 )
 from hf_attn_variants.conversion.calibration.methods import latent_forms
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attention_weights, compute_attention
 
 pytestmark = pytest.mark.cross_product
 
@@ -353,7 +353,7 @@ def test_the_best_latent_of_one_form_is_that_of_eckart_and_young():
     latent = best_latent([form], 3)
     torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
     singular = torch.linalg.svdvals(gram.T @ metric).square()
-    assert kept_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
+    assert preserved_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
 
 
 def test_without_text_the_form_is_the_error_of_the_weights_products():
@@ -377,8 +377,8 @@ def test_a_lost_part_of_the_values_changes_the_output_by_its_energy():
     changed = AttentionTensors(
         tensors.query_weight, tensors.key_weight, new.folded(torch.float32).value_weight, tensors.output_weight
     )
-    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
-    expected = (1 - kept_energy(form, latent)) * form.energy
+    difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
+    expected = (1 - preserved_energy(form, latent)) * form.energy
     # `UNSEEN` directions are in the form, and not in the text.
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
@@ -393,7 +393,7 @@ def test_a_lost_part_of_the_keys_changes_the_output_by_its_energy_to_first_order
     lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
     weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
     changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
-    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
+    difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
     expected = ((form.gram @ lost @ form.metric) * lost).sum()
     assert float(difference.double().square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.1)
 
@@ -404,7 +404,7 @@ def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
     forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     new = on_latent(tensors, best_latent([forms.value], 2), forms)
-    outputs = [attend(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
+    outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
 

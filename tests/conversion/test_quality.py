@@ -15,9 +15,9 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
-from hf_attn_variants.conversion.calibration.batches import whole_batches, with_lengths
-from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _differences
-from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
+from hf_attn_variants.conversion.calibration.batches import add_text_lengths, make_untruncated_batches
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_differences
+from hf_attn_variants.conversion.calibration.source_outputs import _count_runaway as runaway
 from hf_attn_variants.conversion.report import (
     BOUNDS,
     ModelNotKeptError,
@@ -42,8 +42,8 @@ def source_outputs(model, **changes):
 
 
 def outputs_of(model, given):
-    given = with_lengths(given, given.tokenizer, model.config)
-    held_out = whole_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    given = add_text_lengths(given, given.tokenizer, model.config)
+    held_out = make_untruncated_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     return SourceOutputs(model, given.tokenizer, given, held_out)
 
 
@@ -217,7 +217,7 @@ def test_a_tagger_that_finds_nothing_is_outside_tolerance():
     model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
     same = outputs.compared_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
-    tags = torch.cat(outputs._own["predictions"])
+    tags = torch.cat(outputs._source_outputs["predictions"])
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
     found = outputs.compared_with(model)
@@ -233,11 +233,11 @@ def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolera
     outputs = outputs_of(model, dataclasses.replace(given, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
     assert any(is_rare)
-    outputs._own = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
-    outputs._outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
+    outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
+    outputs._compute_outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
     found = outputs.compared_with(model)
     assert (found.value, found.verdict, found.is_rare) == (1.0, "outside tolerance", True)
-    outputs._own = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
+    outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
     assert outputs.compared_with(model).value == 0.5  # none is so frequent: all examples count
 
 
@@ -247,7 +247,7 @@ def labels(source, converted):
         BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
     outputs._has_most = source.float().mean(0) > 0.5
-    outputs._measure, outputs._own = "predictions", {"predictions": list(source)}
+    outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
     found, counts = outputs._compared({"predictions": list(converted)})
     return float(found.sum() / counts.sum())
 
@@ -285,7 +285,7 @@ def test_of_examples_that_get_no_label_the_scores_are_compared():
 
 def test_the_error_of_scores_is_the_share_of_their_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
-    found, counts = _differences("scores", scores, others)
+    found, counts = _compute_differences("scores", scores, others)
     assert float(found.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
     assert text == "its scores have an error of 28.6% of the variance of the original's"

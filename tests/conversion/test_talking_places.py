@@ -12,7 +12,7 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.plan import why_not_calibrated
+from hf_attn_variants.conversion.plan import explain_not_calibrated
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.hub.heads_diagram import heads_diagram
@@ -81,7 +81,7 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
     ):
         with pytest.raises(ValueError, match=r"has talking heads already \('logits'\).*`cross_talking_heads`"):
             convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
-    why = why_not_calibrated(SimpleNamespace(source_config=two.config))
+    why = explain_not_calibrated(SimpleNamespace(source_config=two.config))
     assert "weights sum to one; the source has talking heads ('logits')" in why
 
 

@@ -178,7 +178,7 @@ def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_
 
 
 def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
-    from hf_attn_variants.conversion.checkpoint.source import why_not_read
+    from hf_attn_variants.conversion.checkpoint.source import explain_unsafe_path
 
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text(SECRET)
@@ -187,7 +187,7 @@ def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path)
     snapshot.mkdir(parents=True)
     (repository / "blobs").symlink_to(tmp_path / "etc")
     (snapshot / "notes.txt").symlink_to("../../blobs/passwd")
-    assert "a link that leads out of the folder" in why_not_read(snapshot / "notes.txt", snapshot)
+    assert "a link that leads out of the folder" in explain_unsafe_path(snapshot / "notes.txt", snapshot)
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner"])
