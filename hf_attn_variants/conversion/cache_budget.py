@@ -108,7 +108,7 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
     has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
-            "`kv_cache_bytes` must only be given for encoder-decoders, which cache source and generated tokens, got a "
+            "`kv_cache_bytes` must only be given for encoder-decoders, which cache source and generated tokens, got "
             f"{architecture or config['model_type']}. Give head counts or ranks instead."
         )
 

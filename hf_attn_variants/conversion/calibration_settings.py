@@ -287,7 +287,7 @@ def _check_unicode(name: str, texts: Sequence[str]) -> None:
 def _check_is_list(name: str, value: Any) -> None:
     """Check that an argument is a list or another sequence, but not a string."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"`{name}` of a calibration must be a list, got a {type(value).__name__}.")
+        raise TypeError(f"`{name}` of a calibration must be a list, got {type(value).__name__}.")
 
 
 # A calibration as users give it: texts, pairs of texts, or the path of a text file, a table or a folder of audio.

@@ -65,7 +65,7 @@ def test_the_search_sees_every_layer_that_shares_an_attention():
 def test_a_search_that_would_not_fit_into_memory_is_left_out(caplog):
     heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
     groups = best_groups(None, heads, [], torch.Generator())
-    assert groups == consecutive_groups(128, 8) and "would take 550 GB" in caplog.text
+    assert groups == consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
 def test_heads_that_share_already_stay_together():

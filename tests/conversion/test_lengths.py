@@ -58,7 +58,7 @@ def test_the_model_s_positions_are_the_limit_and_the_cut_share_is_reported(tmp_p
         report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given())
     assert report.calibration["max_length"] == 100
     assert report.calibration["cut_share"] == pytest.approx(sum(len(row) > 100 for row in LONG) / len(LONG), abs=0.01)
-    assert "are cut at 100 tokens (the most that the model reads)" in caplog.text
+    assert "are truncated to 100 tokens (the maximum of the model)" in caplog.text
 
 
 def test_what_is_measured_is_not_joined():

@@ -99,15 +99,18 @@ def test_an_adapter_alone_is_named_as_one(name, folder, call):
     for file in ("model.safetensors", "config.json"):
         (folder / file).unlink()
     status, error = call(name, folder)
-    assert status == 2 and "holds an adapter alone, and no model" in error, error
+    assert status == 2 and "got only an adapter" in error, error
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         (["config.json", "pytorch_model.bin"], "someone/model: pytorch_model.bin is a pickle"),
-        (["adapter_config.json", "adapter_model.bin"], "someone/model holds an adapter alone, and no model"),
-        (["config.json", "model.safetensors", "adapter_config.json"], "someone/model holds an adapter beside"),
+        (["adapter_config.json", "adapter_model.bin"], "someone/model must be a model without an adapter, got only"),
+        (
+            ["config.json", "model.safetensors", "adapter_config.json"],
+            "someone/model must be a model without an adapter, got an adapter next to",
+        ),
     ],
 )
 def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monkeypatch):

@@ -139,7 +139,7 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
         path = folder / name
         value = load_json(path, "utf-8-sig") if path.is_file() else {}
         if not isinstance(value, dict):
-            raise ValueError(f"{path} must be a JSON object, got a {type(value).__name__}. Correct or remove it.")
+            raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}. Correct or remove it.")
         if name == "added_tokens.json" and (wrong := [key for key, token in value.items() if type(token) is not int]):
             raise ValueError(
                 f"{path}: the token {wrong[0]!r} must have an integer id, got {value[wrong[0]]!r:.60}. Correct it."
@@ -221,7 +221,7 @@ class ModelReader:
     def __init__(self, model: nn.Module):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"`model` must be a Transformers model, got a {type(model).__name__}. If it is a wrapper like those "
+                f"`model` must be a Transformers model, got {type(model).__name__}. If it is a wrapper like those "
                 "of peft, give the model inside."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))

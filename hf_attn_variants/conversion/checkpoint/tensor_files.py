@@ -250,7 +250,7 @@ class PickleReader(CheckpointReader):
             for name, tensor in _load_pickle(folder / file).items():
                 if not isinstance(tensor, torch.Tensor):
                     raise ValueError(
-                        f"{folder / file}: {name!r} must be a tensor, got a {type(tensor).__name__}. Save only the "
+                        f"{folder / file}: {name!r} must be a tensor, got {type(tensor).__name__}. Save only the "
                         "`state_dict` of the model."
                     )
                 if name in self.entries:
@@ -410,7 +410,7 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
         raise ValueError(f"{path} cannot be read with weights_only=True: {reason}") from error
     if not isinstance(tensors, Mapping):
         raise ValueError(
-            f"{path} must contain the `state_dict` of a model, got a {type(tensors).__name__}. Save the `state_dict`."
+            f"{path} must contain the `state_dict` of a model, got {type(tensors).__name__}. Save the `state_dict`."
         )
     return tensors
 
