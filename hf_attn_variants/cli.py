@@ -1,4 +1,4 @@
-"""The `attn-variants` command: one subcommand for each thing the scripts do, imported when it is called."""
+"""The `attn-variants` command. Each subcommand is one module, which is imported only if the user calls it."""
 
 import argparse
 import importlib
@@ -9,51 +9,63 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import HOSTS, CommandParser, documentation, package_version
+from .command_line import MODEL_NAMES, CommandParser, documentation, package_version
 from .errors import run_script, unwind_on_interrupt
 
-__all__ = ["COMMANDS", "main", "run"]
+__all__ = ["COMMANDS", "COMMAND_GROUPS", "main", "run"]
 
-# Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("hf_attn_variants.commands.inspect", "what a checkpoint costs with fewer key/value heads"),
-    "benchmark": ("hf_attn_variants.commands.benchmark", "how fast it runs here with fewer key/value heads"),
-    "frontier": ("hf_attn_variants.commands.frontier", "what it loses with a smaller cache: variants tried on text"),
-    "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
-    "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
-    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain an encoder as a language model"),
-    "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
-    "classify": ("hf_attn_variants.commands.classify", "fine-tune and evaluate a classifier on your own tables"),
-    "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
-    "average": ("hf_attn_variants.commands.average", "one table of runs on GLUE, over seeds"),
-    "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
-    "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate an encoder-decoder on pairs of texts"),
-    "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
-    "sweep": ("hf_attn_variants.commands.sweep", "variants x seeds of one training: one table, one plot"),
-    "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
-    "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
-    "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
-    "refresh": ("hf_attn_variants.commands.refresh", "save a repository with the current code"),
+_PACKAGE = "hf_attn_variants.commands"
+# The groups of the overview. Each command has a module, which defines `parse_args(argv)` and `main(args)`, and a
+# summary.
+COMMAND_GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "convert and inspect": {
+        "inspect": (f"{_PACKAGE}.inspect", "show the size and cost of a checkpoint and its variants"),
+        "benchmark": (f"{_PACKAGE}.benchmark", "time a model and its variants on this machine"),
+        "frontier": (f"{_PACKAGE}.frontier", "measure the quality of variants with smaller caches"),
+        "convert": (f"{_PACKAGE}.convert", "convert a checkpoint into a variant"),
+        "visualize": (f"{_PACKAGE}.visualize", "draw the attention of each head"),
+    },
+    "train": {
+        "uptrain": (f"{_PACKAGE}.uptrain", "train a converted checkpoint to restore its quality"),
+        "pretrain": (f"{_PACKAGE}.pretrain", "pretrain an encoder as a language model"),
+        "pretrain-t5": (f"{_PACKAGE}.pretrain_t5", "pretrain a T5 with span corruption"),
+        "classify": (f"{_PACKAGE}.classify", "fine-tune and evaluate a classifier on your own tables"),
+        "glue": (f"{_PACKAGE}.glue", "fine-tune and evaluate on a GLUE task"),
+        "average": (f"{_PACKAGE}.average", "print a table of GLUE scores averaged over seeds"),
+        "squad": (f"{_PACKAGE}.squad", "fine-tune and evaluate on SQuAD"),
+        "seq2seq": (f"{_PACKAGE}.seq2seq", "fine-tune and evaluate an encoder-decoder on text pairs"),
+        "ner": (f"{_PACKAGE}.ner", "fine-tune and evaluate a token classifier (named entities)"),
+        "sweep": (f"{_PACKAGE}.sweep", "repeat a training for several variants and seeds"),
+    },
+    "share and serve": {
+        "export": (f"{_PACKAGE}.export", "export a variant for runtimes that run no custom code"),
+        "push": (f"{_PACKAGE}.push", "push a checkpoint, its code and its model card to the Hub"),
+        "refresh": (f"{_PACKAGE}.refresh", "save a repository again with the current code"),
+    },
 }
+COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
 
-# What the extra `train` installs, as it is imported and as it is called, and the commands that work without it.
-TRAIN = {
+# The packages of the extra `train` (import name: distribution name), and the commands that work without them.
+TRAIN_PACKAGES = {
     "datasets": "datasets",
     "evaluate": "evaluate",
     "matplotlib": "matplotlib",
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
-SERVING = ("inspect", "benchmark", "average", "convert", "frontier", "visualize", "export", "push", "refresh")
+WITHOUT_EXTRA = ("inspect", "benchmark", "average", "convert", "frontier", "visualize", "export", "push", "refresh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand of the command line, or of `argv`; without one, print the help.
+    """Run one subcommand, or print the help if there is no subcommand.
+
+    Args:
+        argv: the arguments, the subcommand first. None means the arguments of the process.
 
     Returns:
-        The exit status, as `errors.run_script` says.
+        The exit status, see `errors.run_script`.
     """
-    parser = _parser()
+    parser = _build_parser()
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help()
@@ -63,112 +75,117 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: Any, argv: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Parse a command's arguments and do its work; return the exit status.
+    """Parse the arguments of a command, run it and return the exit status.
 
     Args:
-        command: a name of `COMMANDS`, with which this package's log goes to stderr; or what has a `parse_args` and a
-            `main`.
-        argv: its own arguments; None = those of the process.
-        program: what its help calls it; None = as the process was called.
+        command: a name in `COMMANDS`, or an object with the functions `parse_args` and `main`. If it is a name, the
+            log of this package is printed to stderr.
+        argv: the arguments of the command. None means the arguments of the process.
+        program: the program name in the help. None means the name of the process.
     """
 
     def work() -> None:
-        _check_surroundings()
+        _check_environment()
         module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
         _check_unicode(sys.argv[1:] if argv is None else argv)
-        # The commands' parsers take their name from here (`command_line.program_name`).
-        called, sys.argv[0] = sys.argv[0], program or sys.argv[0]
+        # The parsers of the commands read their program name from `sys.argv[0]` (`command_line.program_name`).
+        original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
             args = module.parse_args(argv)
         finally:
-            sys.argv[0] = called
+            sys.argv[0] = original_name
         if isinstance(command, str):
             _check_extra(command)
             logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
             logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
-            logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
-        from .registration import register  # only now: a mistyped flag does not wait for these imports
+            logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+        # Imported only now, because it takes seconds: an error in the flags is reported before.
+        from .registration import register
 
         register()
         if isinstance(command, str):
-            _say_retries_once()
+            _log_retries_once()
         unwind_on_interrupt()
         module.main(args)
 
     return run_script(work)
 
 
-class _RetriesOnce(logging.Filter):
-    """Lets each kind of line on a repeated request through once: the Hub's client prints them anew for every try."""
+class _RetryFilter(logging.Filter):
+    """Filter that lets each kind of retry message of the Hub client through only once."""
 
     KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = next((kind for kind in self.KINDS if kind in record.getMessage()), None)
         if kind is None:
             return True
-        is_new = kind not in self._said
-        self._said.add(kind)
+        is_new = kind not in self._logged
+        self._logged.add(kind)
         return is_new
 
 
-def _say_retries_once() -> None:
+def _log_retries_once() -> None:
     for handler in logging.getLogger("huggingface_hub").handlers:
-        for old in [each for each in handler.filters if isinstance(each, _RetriesOnce)]:
-            handler.removeFilter(old)
-        handler.addFilter(_RetriesOnce())
+        for old_filter in [log_filter for log_filter in handler.filters if isinstance(log_filter, _RetryFilter)]:
+            handler.removeFilter(old_filter)
+        handler.addFilter(_RetryFilter())
 
 
 def _check_extra(command: str) -> None:
-    missing = [name for module, name in TRAIN.items() if importlib.util.find_spec(module) is None]
-    if missing and command not in SERVING:
+    missing = [name for module, name in TRAIN_PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing and command not in WITHOUT_EXTRA:
         raise ValueError(
-            f"`{command}` needs {', '.join(missing)}: install this package with its extra `train`, as "
-            "`pip install -e '.[train]'` does in a clone and `pip install 'FILE.whl[train]'` of a wheel"
+            f"`{command}` needs {', '.join(missing)}. Install this package with its extra `train`: "
+            "`pip install -e '.[train]'` in a clone, or `pip install 'FILE.whl[train]'` for a wheel."
         )
 
 
-def _check_surroundings() -> None:
-    # transformers cannot be imported in either.
+def _check_environment() -> None:
+    # Transformers cannot be imported in either case.
     if sys.flags.optimize > 1:
         raise ValueError(
-            "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), and transformers reads them: use 1, or none"
+            "Python must not run with -OO or PYTHONOPTIMIZE=2, because Transformers reads docstrings. "
+            "Use PYTHONOPTIMIZE=1, or unset it."
         )
     try:
         os.getcwd()
     except OSError:
-        raise FileNotFoundError("the working directory is not there any more: change into one that is") from None
+        raise FileNotFoundError("The working directory no longer exists. Change to another directory.") from None
 
 
 def _check_unicode(argv: Sequence[str]) -> None:
-    # Neither tokenizers nor safetensors, nor JSON, take other text or names of files.
+    # Tokenizers, safetensors and JSON accept only UTF-8, in texts and in file names.
     for argument in argv:
         try:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"the argument {argument!r} is not UTF-8: write texts as UTF-8, and rename a file or folder whose "
-                "name is not"
+                f"The argument {argument!r} must be UTF-8. Encode texts as UTF-8, and rename files whose names are "
+                "not UTF-8."
             ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    groups = "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in group.items())
+        for title, group in COMMAND_GROUPS.items()
+    )
     parser = CommandParser(
         prog="attn-variants",
         description="Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of "
-        f"transformers: {HOSTS}.",
-        epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes."
+        f"Transformers: {MODEL_NAMES}.",
+        epilog=f"{groups}\n\nRun `attn-variants COMMAND --help` to see the options of a command."
         + (f"\n\ndocumentation:\n  {pages}" if (pages := documentation()) is not None else ""),
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
-    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
+    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
     return parser
 
 

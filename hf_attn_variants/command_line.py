@@ -1,4 +1,4 @@
-"""How the commands read their command lines: their parser, the checkpoint, the name that `--help` shows."""
+"""Parsing of command lines: the parser of all commands, the checkpoint argument and the program name."""
 
 import argparse
 import difflib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
-    "HOSTS",
+    "MODEL_NAMES",
     "CommandParser",
     "HelpFormatter",
     "add_checkpoint_argument",
@@ -23,20 +23,20 @@ __all__ = [
 ]
 
 
-# The models of transformers that this package changes, as `--help` names them.
-HOSTS = (
+# The architectures that this package supports, as `--help` lists them.
+MODEL_NAMES = (
     "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
     "Whisper"
 )
-# How alike a mistyped name is to the one that is meant, of 1: "convrt" and "convert" are 0.92.
+# The least similarity (0 to 1) between a misspelled name and a suggestion: "convrt" and "convert" have 0.92.
 NEAR = 0.7
 
 
 class StoreOnce(argparse._StoreAction):
-    """A flag with a value or several, which does not replace its first value silently, as argparse does.
+    """Store action that does not silently replace an earlier value of the same flag, as argparse does.
 
-    Two lists may have been meant to add up, so the second one is an error. The second single value counts, so that
-    flags at the end override those of a script; a note is printed.
+    Users may expect two lists to be joined, so a second list is an error. A second single value replaces the first
+    one, so that flags at the end of a command line override those of a script. In this case, a note is printed.
     """
 
     def __call__(
@@ -45,15 +45,15 @@ class StoreOnce(argparse._StoreAction):
         before = getattr(namespace, self.dest)
         if flag is not None and before is not self.default and before != values:
             if isinstance(values, list):
-                parser.error(f"{flag} is given twice: give all its values behind one {flag}, divided by spaces")
-            print(f"note: {flag} is given twice, with two values: the last one counts", file=sys.stderr)
+                parser.error(f"{flag} must be given only once. Write all its values after one {flag}.")
+            print(f"note: {flag} is given twice with different values. The last value is used.", file=sys.stderr)
         super().__call__(parser, namespace, values, flag)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them.
+    """Argument parser of a command. It uses `HelpFormatter` and prints errors without the usage.
 
-    An error about a flag, a command or a choice that does not exist names the nearest one that does.
+    An error about an unknown flag, command or choice suggests the most similar valid one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -62,39 +62,46 @@ class CommandParser(argparse.ArgumentParser):
             self.register("action", name, StoreOnce)
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
-        # The shell leaves the ~ of --flag=~/path unchanged.
+        # The shell does not expand the ~ of --flag=~/path.
         is_path = action.type in (None, str) and text.startswith("~/")
         return super()._get_value(action, os.path.expanduser(text) if is_path else text)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with the error, where to read more, and status 2."""
-        self.exit(2, f"error: {self._with_nearest(message)}\n`{self.prog} --help` has all options.\n")
+        """Print the error and a hint at `--help`, and exit with status 2."""
+        self.exit(2, f"error: {self._with_suggestion(message)}\nRun `{self.prog} --help` to see all options.\n")
 
-    def _with_nearest(self, message: str) -> str:
-        guesses: list[str | None] = []
+    def _with_suggestion(self, message: str) -> str:
+        suggestions: list[str | None] = []
         if message.startswith("unrecognized arguments:"):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            guesses = [nearest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
-        elif found := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
-            guesses = [nearest_name(found[1], found[3].replace("'", "").split(", "))]
-            message = message.replace(found[2], "") if any(guesses) else message
-        likely = list(dict.fromkeys(filter(None, guesses)))
+            suggestions = [nearest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
+        elif match := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
+            suggestions = [nearest_name(match[1], match[3].replace("'", "").split(", "))]
+            message = message.replace(match[2], "") if any(suggestions) else message
+        likely = list(dict.fromkeys(filter(None, suggestions)))
         return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that a mistyped one means, if any is near; hyphens and capitals are no difference."""
+    """Return the name that is most similar to a misspelled name, or None if no name is similar.
 
-    def plain(name: str) -> str:
-        return name.replace("-", "_").lower().replace("_kv_", "_key_value_")
+    Hyphens and underscores count as equal, and so do capital and small letters.
 
-    written = {plain(each): each for each in names}
-    found = difflib.get_close_matches(plain(name), written, 1, NEAR)
-    return written[found[0]] if found else None
+    Example:
+        >>> nearest_name("--kv-head", ["--num_heads", "--kv_heads"])
+        '--kv_heads'
+    """
+
+    def normalized(text: str) -> str:
+        return text.replace("-", "_").lower().replace("_kv_", "_key_value_")
+
+    originals = {normalized(candidate): candidate for candidate in names}
+    matches = difflib.get_close_matches(normalized(name), originals, 1, NEAR)
+    return originals[matches[0]] if matches else None
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps prose, but keeps the lines of examples, which are indented; adds to an option's help its default."""
+    """Help formatter that wraps prose, keeps the lines of indented examples and shows the defaults of options."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -104,74 +111,79 @@ class HelpFormatter(argparse.HelpFormatter):
         )
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.help
-        # 0 is a default to show, and equals False.
-        unsaid = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
-        if not action.option_strings or unsaid:
-            return shown
-        return shown if "default" in (shown or "") else f"{(shown or '').removesuffix('.')} (default: %(default)s)."
+        text = action.help
+        # A default of 0 is shown, although 0 equals False.
+        has_no_default = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
+        if not action.option_strings or has_no_default:
+            return text
+        return text if "default" in (text or "") else f"{(text or '').removesuffix('.')} (default: %(default)s)."
 
 
-def add_checkpoint_argument(parser: argparse._ActionsContainer, shown: str) -> None:
-    """Add the checkpoint to a command or a group of its options: by its place, or as --model_name_or_path.
+def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) -> None:
+    """Add the checkpoint to a parser or an argument group, as a positional argument and as --model_name_or_path.
 
     Args:
-        parser: of the command; it is parsed by `parse_with_checkpoint`.
-        shown: the help.
+        parser: the parser of the command, whose arguments are parsed by `parse_with_checkpoint`, or one of its groups.
+        help_text: the help of the argument.
     """
-    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=shown)
-    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same, by name")
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=help_text)
+    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same as CHECKPOINT, as a flag")
 
 
 def parse_with_checkpoint(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: bool = True
 ) -> argparse.Namespace:
-    """Read a command line that names a checkpoint before its options, after them, or as --model_name_or_path.
+    """Parse a command line that names a checkpoint before or after its options, or as --model_name_or_path.
+
+    The process exits with status 2, as after all errors of argparse, if the command line names two different
+    checkpoints, or none although one is required.
 
     Args:
-        parser: with the arguments of `add_checkpoint_argument`.
-        argv: the command line; None = that of the process.
-        required: False where the command can do without a checkpoint.
+        parser: a parser with the arguments of `add_checkpoint_argument`.
+        argv: the command line. None means the command line of the process.
+        required: whether the command needs a checkpoint.
 
     Returns:
-        The arguments, the checkpoint as `model_name_or_path`. Two different ones, or none where one is required, end
-        the process with a line and status 2, as all errors of argparse do.
+        The arguments, with the checkpoint as `model_name_or_path`.
     """
-    # Older versions of argparse take an optional place as empty as soon as an option comes before it.
+    # In older versions of Python, `parse_args` leaves an optional positional argument empty if an option precedes it.
     args = parser.parse_intermixed_args(argv)
-    placed, named = vars(args).pop("checkpoint"), args.model_name_or_path
-    if placed is not None and named is not None and placed != named:
-        parser.error(f"two checkpoints: {placed!r} and --model_name_or_path {named!r}; give one")
-    args.model_name_or_path = placed if named is None else named
+    positional, flag_value = vars(args).pop("checkpoint"), args.model_name_or_path
+    if positional is not None and flag_value is not None and positional != flag_value:
+        parser.error(
+            f"CHECKPOINT and --model_name_or_path must be the same, got {positional!r} and {flag_value!r}. "
+            "Give only one of them."
+        )
+    args.model_name_or_path = positional if flag_value is None else flag_value
     if required and args.model_name_or_path is None:
         parser.error(
-            "no checkpoint: name its folder or Hub id first, before options that take several values, or by "
-            "--model_name_or_path"
+            "CHECKPOINT is required. Give a folder or Hub id before options that take several values, or use "
+            "--model_name_or_path."
         )
     return args
 
 
 def package_version() -> str:
-    """Return the package's version: read from the file that says it, whose import takes seconds."""
+    """Return the version of the package. It is read from the source file, because an import takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
-    found: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1]
+    match: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1]
 
 
 def documentation() -> Path | None:
-    """Return the README beside whose links the documentation lies: in a clone, or where the wheel put it."""
-    above = Path(__file__).parents[1]
-    if (above / "docs" / "tour.md").is_file():
-        return above / "README.md"
-    # A venv, the user's own packages, or `pip install --target`.
+    """Return the path of the README that links to the documentation, or None if the documentation is not installed."""
+    root = Path(__file__).parents[1]
+    if (root / "docs" / "tour.md").is_file():  # a clone
+        return root / "README.md"
+    # The wheel puts the documentation into a venv, the packages of the user, or the target of `pip install --target`.
     schemes = ("posix_user" if os.name == "posix" else "nt_user", sysconfig.get_default_scheme())
-    roots = [above, *(Path(sysconfig.get_path("data", scheme)) for scheme in schemes)]
-    found = (root / "share/doc/hf_attn_variants/README.md" for root in roots)
-    return next((path for path in found if path.is_file()), None)
+    roots = [root, *(Path(sysconfig.get_path("data", scheme)) for scheme in schemes)]
+    candidates = (root / "share/doc/hf_attn_variants/README.md" for root in roots)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def program_name(script: str) -> str:
-    """Return how a user calls `scripts/<script>`, another path of a script, or the subcommand that is being run."""
+    """Return the program name for `--help`: the running subcommand, or `python` with the path of the script."""
     if sys.argv[0].startswith("attn-variants "):
         return sys.argv[0]
     return f"python {script}" if "/" in script else f"python scripts/{script}"

@@ -1,4 +1,4 @@
-"""How a command ends: one line and an exit status for an error, and Ctrl-C."""
+"""Error handling of the commands: exit statuses, one-line error messages and Ctrl-C."""
 
 import os
 import re
@@ -21,89 +21,97 @@ __all__ = [
     "unwind_on_interrupt",
 ]
 
-INTERRUPTED = "stopped by Ctrl-C"
+INTERRUPTED = "Stopped by Ctrl-C"
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once with one line, while there is nothing to unwind.
+    """Let Ctrl-C end the process at once with a one-line message.
 
-    Where somebody ignores or handles it, nothing changes.
+    It is used while there is nothing to clean up. A signal handler that the user installed is not replaced.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 def unwind_on_interrupt() -> None:
-    """Undo `exit_on_interrupt`: Ctrl-C raises KeyboardInterrupt again, so that work can clean up after itself."""
+    """Undo `exit_on_interrupt`, so that Ctrl-C raises KeyboardInterrupt and running code can clean up."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_first_process() -> bool:
-    """Say whether this process speaks for all that were launched with it on this machine."""
+    """Return whether this is the process that prints messages for all processes of a launch on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _exit(number: int, frame: Any) -> None:
     if is_first_process():
-        os.write(2, f"{INTERRUPTED}\n".encode())
+        os.write(2, f"{INTERRUPTED}.\n".encode())
     os._exit(128 + number)
 
 
-NOT_PRINTED = "error: what is printed cannot be written ({}); all files that come before it are there"
+NOT_PRINTED = "error: The standard output cannot be written ({}). All files that precede the output are complete."
+# Parts of the messages with which Python, torch and the operating system report a lack of memory.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad allocation", "std::bad_alloc")
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss or the gradient norm became NaN or infinite; the message names the step."""
+    """Error raised if the loss or the gradient norm is NaN or infinite. The message names the step."""
 
 
 class TerminatedError(RuntimeError):
-    """SIGTERM ended training, after a checkpoint; the message says how to go on."""
+    """Error raised after SIGTERM ended a training, which saved a checkpoint. The message explains how to resume it."""
 
 
 def run_script(main: Callable[[], Any]) -> int:
-    """Run `main()` and turn an expected error into one line on stderr.
+    """Run `main()` and print an expected error as one line on stderr.
+
+    An unexpected exception is a bug and keeps its traceback. With the environment variable `ATTN_VARIANTS_DEBUG=1`, a
+    ValueError, an OSError, a NonFiniteLossError and a lack of memory keep their tracebacks, too.
 
     Args:
-        main: the command's work, without arguments.
+        main: a function without arguments that does the work of the command.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError, NonFiniteLossError, UpstreamChanged, want of memory or a
-        stdout that took nothing; an error's own `exit_status`; or a shell's for a signal: 143 (SIGTERM) after a
-        TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its traceback; so do the
-        first three and want of memory with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status:
+
+        - 0 after success,
+        - the attribute `exit_status` of an expected error, if it has this attribute,
+        - 2 after a ValueError, an OSError, a NonFiniteLossError, an UpstreamChanged, a lack of memory, or a failure to
+          write to stdout,
+        - 143 (SIGTERM) after a TerminatedError,
+        - 130 (SIGINT) after Ctrl-C.
     """
     try:
         main()
     except TerminatedError as error:
-        return _ended(128 + signal.SIGTERM, str(error))
+        return _exit_status(128 + signal.SIGTERM, str(error))
     except KeyboardInterrupt as interrupt:
-        # A terminal sends it to all.
-        return _ended(128 + signal.SIGINT, (str(interrupt) or INTERRUPTED) if is_first_process() else "")
+        # A terminal sends Ctrl-C to all processes of a launch. Only one of them prints the message.
+        return _exit_status(128 + signal.SIGINT, (str(interrupt) or f"{INTERRUPTED}.") if is_first_process() else "")
     except Exception as error:
         no_memory = is_out_of_memory(error)
         if _is_upstream_changed(error):
-            return _ended(2, f"error: {error}")
-        known = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
-        if not known or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
+            return _exit_status(2, f"error: {error}")
+        is_expected = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
+        if not is_expected or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise
-        if _is_of_a_print(error):
-            return _ended(2, NOT_PRINTED.format(error))
-        message = " ".join(_own_message(error).split()) or type(error).__name__
+        if _is_print_error(error):
+            return _exit_status(2, NOT_PRINTED.format(error))
+        message = " ".join(_original_message(error).split()) or type(error).__name__
         if no_memory:
-            message = f"there is not enough memory ({message[:200]}): give smaller batches, or a smaller model"
-        return _ended(getattr(error, "exit_status", 2), f"error: {message}")
-    return _ended(0)
+            message = f"There is not enough memory ({message[:200]}). Use a smaller batch size or a smaller model."
+        return _exit_status(getattr(error, "exit_status", 2), f"error: {message}")
+    return _exit_status(0)
 
 
-def _ended(status: int, message: str = "") -> int:
-    """Say how a command ended, and return its exit status; what it printed may not have been written yet."""
+def _exit_status(status: int, message: str = "") -> int:
+    """Flush stdout, print the message and return the exit status, which is changed if stdout cannot be written."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        # Python flushes once more at its end, and would say so in its own words.
+        # Python flushes again when it exits, and would print a message of its own.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status, message = status or 2, NOT_PRINTED.format(error)
@@ -118,10 +126,11 @@ def _is_upstream_changed(error: Exception) -> bool:
     return module is not None and isinstance(error, module.UpstreamChanged)
 
 
-def _is_of_a_print(error: Exception) -> bool:
-    """Say whether an error is that of a `print` to a stdout that takes nothing.
+def _is_print_error(error: Exception) -> bool:
+    """Return whether an error was raised by a `print` to a stdout that cannot be written.
 
-    The system's errors have a number, ours have words alone; one of a file names the file.
+    Errors of the operating system have an `errno`, those of this package do not. An error about a file has a file
+    name.
     """
     if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
         return False
@@ -131,8 +140,9 @@ def _is_of_a_print(error: Exception) -> bool:
     return "print" in frame.f_code.co_names
 
 
-def _own_message(error: Exception) -> str:
-    # Of a dataloader's worker comes an error of the same type whose message is the traceback; its end is the message.
+def _original_message(error: Exception) -> str:
+    # A worker of a DataLoader raises an error of the same type. Its message is a traceback that ends with the original
+    # message.
     message = str(error)
     if re.match(r"Caught \w+ in DataLoader worker process", message):
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ?", message)[-1]
@@ -140,29 +150,32 @@ def _own_message(error: Exception) -> str:
 
 
 @contextmanager
-def as_value_error(what: str, *explained: type[Exception]) -> Iterator[None]:
-    """Turn what a wrong value raises anywhere in transformers or torch into a ValueError.
+def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[None]:
+    """Convert any exception that an invalid value causes in Transformers or torch into a ValueError.
+
+    Other errors of the types ValueError and OSError, and a lack of memory, are not changed.
 
     Args:
-        what: what holds the value and that it is wrong: the message begins so.
-        explained: errors whose messages say all; any other ValueError or OSError passes as it is.
+        prefix: the beginning of the message. It says what is invalid.
+        self_explanatory: exception types whose messages are used without the name of the type.
     """
     try:
         yield
-    except explained as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+    except self_explanatory as error:
+        raise ValueError(f"{prefix}: {' '.join(str(error).split())}") from error
     except (ValueError, OSError):
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        # Two lines: huggingface_hub's first one names the field and its second one the value.
+        # The first line of huggingface_hub's messages names the field, the second one contains the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-        raise ValueError(f"{what}: {type(error).__name__}: {text}") from error
+        raise ValueError(f"{prefix}: {type(error).__name__}: {text}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is that there is no memory: Python's, torch's or the system's."""
+    """Return whether Python, torch or the operating system raised an error because of a lack of memory."""
+
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in NO_MEMORY)

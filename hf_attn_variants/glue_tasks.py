@@ -8,18 +8,23 @@ __all__ = ["TASKS", "GlueTask", "format_prediction", "get_task", "parse_label"]
 
 @dataclass(frozen=True)
 class GlueTask:
-    """What the code must know about a GLUE task.
+    """Columns, labels, metrics and file names of a GLUE task.
 
     Attributes:
-        name, folder: its names on the Hub (and as `--task_name`) and in the official release.
-        text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
-        labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
+        name: the name on the Hub, which is also the value of `--task_name`.
+        folder: the name of the folder in the official release.
+        text_columns: one or two text columns. For each column, the names that TSV files and the Hub use.
+        label_columns: the names of the label column.
+        labels: class names in the order of the class ids on the Hub. None for STS-B, a regression from 0 to 5.
         metrics: official metrics, by their names in `training.glue.metrics`.
-        eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
+        main_metric: the metric that selects the best model.
+        eval_splits: for each dev split on the Hub, the name of its TSV file. The first one selects the best model.
         test_splits: the same for the test splits.
-        submits_names: whether a submission holds class names, and not ids.
-        headerless, headerless_test: column names of a file (a test file) without a header, by their number.
-        may_have_broken_rows: the official file has rows cut by a line break; they are left out, and counted.
+        submits_names: whether a submission contains class names instead of ids.
+        headerless: column names of files without a header, by the number of columns.
+        headerless_test: the same for test files.
+        may_have_broken_rows: whether the official file has rows that a line break cuts. These rows are counted and
+            left out.
     """
 
     name: str
@@ -38,10 +43,11 @@ class GlueTask:
 
     @property
     def is_regression(self) -> bool:
+        """True if the label is a score instead of a class."""
         return self.labels is None
 
     def submission_file(self, split: str) -> str:
-        """Return the name of a split's file in a GLUE submission."""
+        """Return the file name of a split in a GLUE submission."""
         kind = {"matched": "-m", "mismatched": "-mm"}.get(split.partition("_")[2], "")
         return f"{self.folder}{kind}.tsv"
 
@@ -149,7 +155,7 @@ _TASKS = [
         headerless=_PAIR_LAYOUT,
         headerless_test=_PAIR_TEST_LAYOUT,
     ),
-    # The diagnostic set has no training data: a model trained on MNLI predicts it.
+    # The diagnostic set has no training data. A model that was trained on MNLI predicts its labels.
     GlueTask(
         name="ax",
         folder="AX",
@@ -167,24 +173,28 @@ TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
 
 
 def get_task(name: str) -> GlueTask:
-    """Find a task by its Hub name ("stsb") or its official one ("STS-B"), whatever the case.
+    """Return the task with a Hub name ("stsb") or an official name ("STS-B"), ignoring the case.
 
     Raises:
-        ValueError: if there is no such task to train on.
+        ValueError: if there is no such task, or the task has no training data.
+
+    Example:
+        >>> get_task("STS-B").name
+        'stsb'
     """
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None or not task.eval_splits:
         trained = ", ".join(name for name, task in TASKS.items() if task.eval_splits)
-        hint = "; ax is predicted after training on mnli" if task is not None else ""
-        raise ValueError(f"unknown --task_name {name!r}: choose one of {trained}{hint}")
+        hint = " The labels of ax are predicted after a training on mnli." if task is not None else ""
+        raise ValueError(f"--task_name must be one of {trained}, got {name!r}.{hint}")
     return task
 
 
 def parse_label(task: GlueTask, text: str) -> int | float:
-    """Read a label: a class name, a class id, or a score.
+    """Return the value of a label, which may be a class name, a class id or a score.
 
     Raises:
-        ValueError: if it is none of them; the caller adds file and row.
+        ValueError: if the text is not a label of the task. The caller adds the file and the row.
     """
     if task.labels is None:
         try:
@@ -192,19 +202,19 @@ def parse_label(task: GlueTask, text: str) -> int | float:
         except ValueError:
             score = math.nan
         if not 0.0 <= score <= 5.0:
-            raise ValueError(f"label {text!r} is not a score from 0 to 5")
+            raise ValueError(f"label must be a score from 0 to 5, got {text!r}")
         return score
     if text in task.labels:
         return task.labels.index(text)
     if text.isdecimal() and int(text) < len(task.labels):
         return int(text)
     raise ValueError(
-        f"label {text!r} is neither one of {', '.join(task.labels)} nor a class id from 0 to {len(task.labels) - 1}"
+        f"label must be one of {', '.join(task.labels)} or a class id from 0 to {len(task.labels) - 1}, got {text!r}"
     )
 
 
 def format_prediction(task: GlueTask, value: float) -> str:
-    """Write one prediction as a GLUE submission holds it: a score with three decimals, a class name or a class id."""
+    """Format a prediction for a GLUE submission: a score with three decimals, a class name or a class id."""
     if task.labels is None:
         return f"{min(5.0, max(0.0, float(value))):.3f}"
     return task.labels[int(value)] if task.submits_names else str(int(value))

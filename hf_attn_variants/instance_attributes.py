@@ -1,4 +1,4 @@
-"""Attributes of one module that know it: a method of its own, say. They are copied and pickled with it."""
+"""Attributes of a module instance that refer to the instance itself, and can be copied and pickled with it."""
 
 import weakref
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["InstanceMethod", "OfModule"]
+__all__ = ["InstanceMethod", "WeakModuleAttribute"]
 
 
-class OfModule:
-    """An attribute of a module that needs the module.
+class WeakModuleAttribute:
+    """Attribute of a module that holds a weak reference to this module.
 
-    It holds it weakly. A module that held itself would stay in memory, a GPU's too, after its last user has gone,
-    until Python looks for such circles.
+    With a strong reference, the module would be part of a reference cycle. It would keep its (GPU) memory until Python
+    collects such cycles.
 
     Args:
-        module: the one whose attribute it becomes.
+        module: the module that gets the attribute.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -24,7 +24,7 @@ class OfModule:
 
     @property
     def module(self) -> Any:
-        """The module."""
+        """The module that has this attribute."""
         return self._module()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -34,12 +34,15 @@ class OfModule:
         vars(self).update(state, _module=weakref.ref(state["_module"]))
 
 
-class InstanceMethod(OfModule):
-    """A function in place of a method of one module's.
+class InstanceMethod(WeakModuleAttribute):
+    """Function that replaces a method of one module instance.
 
     Args:
-        function: it gets the module before the arguments of a call.
-        module: the one whose attribute it becomes.
+        function: the function. Its first argument is the module.
+        module: the module that gets the attribute.
+
+    Example:
+        >>> layer.forward = InstanceMethod(lambda module, x: 2 * module.weight @ x, layer)
     """
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The languages of a multilingual tokenizer (mBART's, M2M100's, NLLB's), and what texts in a language begin with."""
+"""Source and target languages of multilingual tokenizers (mBART, M2M100, NLLB)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,25 +7,26 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 __all__ = ["TargetStart", "set_languages"]
 
-# Languages that a message names.
-SHOWN = 8
+# The number of languages that a message lists.
+SHOWN_LANGUAGES = 8
 
 
 @dataclass(frozen=True)
 class TargetStart:
-    """How the texts of a language begin.
+    """First tokens of the target texts in a language.
 
     Attributes:
-        decoder_start_token_id: what the decoder reads first. Where a text ends with its language (mBART's first
-            version), it is the language.
-        forced_bos_token_id: what generation must begin with: the language, where a text begins with it; or None.
+        decoder_start_token_id: the first token that the decoder reads. It is the language token if texts end with this
+            token (the first version of mBART).
+        forced_bos_token_id: the token with which generation must begin: the language token if texts begin with it, or
+            None.
     """
 
     decoder_start_token_id: int | None
     forced_bos_token_id: int | None
 
-    def give(self, model: PreTrainedModel) -> None:
-        """Set it in a model's configuration and in its generation settings, with which it is saved."""
+    def apply_to(self, model: PreTrainedModel) -> None:
+        """Set the tokens in the configuration and the generation configuration of a model, which are saved with it."""
         model.config.decoder_start_token_id = self.decoder_start_token_id
         if model.can_generate():
             model.generation_config.decoder_start_token_id = self.decoder_start_token_id
@@ -39,62 +40,73 @@ def set_languages(
     target: str | None,
     forced_bos_token: str | None = None,
 ) -> TargetStart | None:
-    """Tell a tokenizer, also once saved, the languages of sources and targets, as HF's `run_translation.py` does.
+    """Set the source and target languages of a tokenizer, as Transformers' `run_translation.py` does.
+
+    The languages are also set in the arguments with which the tokenizer is saved.
 
     Args:
-        tokenizer: the model's.
-        config: the model's configuration.
-        source, target: languages as the tokenizer calls them ("en_XX", "en", "eng_Latn"); None = those that it was
-            saved with.
-        forced_bos_token: the language that generation must begin with; None = the target's, where texts begin with it.
+        tokenizer: the tokenizer of the model.
+        config: the configuration of the model.
+        source: the source language in the tokenizer's notation ("en_XX", "en", "eng_Latn"). None means the
+            language that the tokenizer was saved with.
+        target: the target language, in the same notation.
+        forced_bos_token: the language with which generation must begin. None means the target language if texts
+            begin with it.
 
     Returns:
-        How targets begin; None for a tokenizer that knows no languages.
+        The first tokens of the targets, or None for a tokenizer without languages.
 
     Raises:
-        ValueError: if it knows none and one is given, if it knows several and lacks one, or there is no such language.
+        ValueError: if a language is unknown or missing, or is given for a tokenizer without languages.
     """
-    given = {"source_lang": source, "target_lang": target, "forced_bos_token": forced_bos_token}
+    languages = {"source_lang": source, "target_lang": target, "forced_bos_token": forced_bos_token}
     name = type(tokenizer).__name__
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
-        if useless := [flag for flag, value in given.items() if value is not None]:
-            raise ValueError(
-                f"--{useless[0]} is for a tokenizer of several languages, as those of mBART, M2M100 and NLLB are; the "
-                f"model has a {name}"
-            )
+        if unsupported := [flag for flag, value in languages.items() if value is not None]:
+            raise ValueError(f"--{unsupported[0]} is only for multilingual tokenizers, got a {name}. Leave it out.")
         return None
-    known = _languages(tokenizer)
-    if tokenizer.tgt_lang is not None:  # otherwise the source's is a default too, English, which nobody chose
+    known = _get_language_tokens(tokenizer)
+    if tokenizer.tgt_lang is not None:  # without a target language, the source language is only a default (English)
         source, target = source or tokenizer.src_lang, target or tokenizer.tgt_lang
     if source is None or target is None:
-        raise ValueError(f"a {name} reads several languages: give --source_lang and --target_lang, of {_shown(known)}")
-    for flag, value in {**given, "source_lang": source, "target_lang": target}.items():
+        raise ValueError(
+            f"--source_lang and --target_lang are required, because a {name} is multilingual. "
+            f"Use two of {_format_languages(known)}."
+        )
+    for flag, value in {**languages, "source_lang": source, "target_lang": target}.items():
         if value is not None and value not in known:
-            raise ValueError(f"--{flag}: the {name} knows no language {value!r}; it has {_shown(known)}")
+            raise ValueError(
+                f"--{flag} must be a language of the {name}, got {value!r}. Use one of {_format_languages(known)}."
+            )
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
-    tokenizer.init_kwargs |= {"src_lang": source, "tgt_lang": target}  # this is what is saved
+    tokenizer.init_kwargs |= {"src_lang": source, "tgt_lang": target}  # these arguments are saved
     language, (first, *_, last) = known[target], tokenizer(text_target="")["input_ids"]
     if language >= config.vocab_size:
-        raise ValueError(f"the {name} numbers {target} {language}, and the model has {config.vocab_size} tokens")
+        raise ValueError(
+            f"The model must have a token for {target}. The {name} gives it the id {language}, but the model has only "
+            f"{config.vocab_size} tokens."
+        )
     start = config.decoder_start_token_id
-    if last == language or start is None:  # mBART's own rule
+    if last == language or start is None:  # the rule of mBART
         start = last
-    forced = target if first == language else None
+    forced_language = target if first == language else None
     if forced_bos_token is not None:
-        forced = forced_bos_token
-    return TargetStart(start, None if forced is None else known[forced])
+        forced_language = forced_bos_token
+    return TargetStart(start, None if forced_language is None else known[forced_language])
 
 
-def _languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the number of each language's token, by what the tokenizer calls the language."""
+def _get_language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the token id of each language, by the tokenizer's name of the language."""
     if (codes := getattr(tokenizer, "lang_code_to_id", None)) is not None:
         return dict(codes)
-    # NLLB's has them among its special tokens, whose others have names in angle brackets.
+    # NLLB's languages are special tokens. The names of its other special tokens begin with an angle bracket.
     names = [token for token in tokenizer.all_special_tokens if not token.startswith("<")]
     numbers: Any = tokenizer.convert_tokens_to_ids(names)
     return dict(zip(names, numbers, strict=True))
 
 
-def _shown(known: dict[str, int]) -> str:
+def _format_languages(known: dict[str, int]) -> str:
     names = sorted(known)
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN_LANGUAGES]) + (
+        f" and {len(names) - SHOWN_LANGUAGES} more" if len(names) > SHOWN_LANGUAGES else ""
+    )

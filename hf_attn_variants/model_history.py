@@ -1,7 +1,8 @@
-"""How a model was made, step by step, from its folder: conversions, trainings, and the terms of what it came from.
+"""History of a model: its conversions and trainings, and the license of the base model.
 
-conversion_report.json and all_results.json tell of the last conversion and training. What is made of a folder takes
-its steps and the metadata of its README.md along in model_history.json, so that the last model's card can tell all.
+conversion_report.json and all_results.json describe the last conversion and the last training. If another model is
+made from a model folder, these steps and the metadata of README.md are copied to its model_history.json. Therefore the
+card of the last model can describe all steps.
 """
 
 import json
@@ -22,31 +23,32 @@ __all__ = [
     "write_history",
 ]
 
-# What each step's own file is called; where a folder has both, the conversion came first.
+# The file that each step writes. If a folder has both files, the conversion came first.
 STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
 FORMAT = 1
-# The fields of these files that model cards show, besides the scores and arguments of a training.
-FIELDS = {
+# The fields of these files that model cards show, in addition to the scores and arguments of a training.
+REPORT_FIELDS = {
     "conversion": """source source_revision method seed dtype architecture heads talking_heads parameters
     kv_cache_bytes_per_token calibration quality versions seconds""".split(),
     "training": """steps train_samples epoch train_runtime dataset task_name problem_type labels text_columns
     objective seed date versions""".split(),
 }
-SCORES = ("eval_", "initial_eval_", "test_")
+SCORE_PREFIXES = ("eval_", "initial_eval_", "test_")
 METADATA = ("license", "license_name", "license_link", "base_model", "tags", "language")
-# They belong together: a README.md with a license of its own replaces all three.
-TERMS = METADATA[:3]
+# These fields belong together: a README.md with a license replaces all three.
+LICENSE_FIELDS = METADATA[:3]
 
 
 @dataclass
 class ModelHistory:
-    """How a model was made.
+    """Steps and metadata of a model.
 
     Args:
-        steps: the first one first; each has "kind", "conversion" or "training", and `FIELDS` of its report.
-        metadata: of the original model's README.md: license, languages, base model, tags.
-        problems: sentences about files, or parts of them, that could not be read.
-        has_all_terms: whether the README.md, if there is one, could be read.
+        steps: the steps in their order. Each has a "kind" ("conversion" or "training") and the `REPORT_FIELDS` of its
+            report.
+        metadata: the license, languages, base model and tags in the README.md of the original model.
+        problems: sentences about files, or parts of files, that could not be read.
+        has_all_terms: whether the README.md could be read, if there is one.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -56,46 +58,50 @@ class ModelHistory:
 
 
 def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
-    """Read the history of the model in a folder; what cannot be read is left out and named in `problems`.
+    """Return the history of the model in a folder. Files that cannot be read are listed in `problems`.
 
     Args:
-        folder: of the model. A report of a step that model_history.json has already is not a further step.
-        with_training: whether all_results.json is a step; it is not if its run is resumed.
+        folder: the model folder. The report of a step that model_history.json contains is not counted twice.
+        with_training: whether all_results.json counts as a step. It does not if the training is resumed.
+
+    Example:
+        >>> [step["kind"] for step in read_history(Path("runs/stsb")).steps]
+        ['conversion', 'training']
     """
     history = ModelHistory()
-    found = _read_or_note(folder / HISTORY_NAME, history.problems)
-    earlier = found.get("steps", [])
+    stored = _read_or_note(folder / HISTORY_NAME, history.problems)
+    earlier = stored.get("steps", [])
     for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
         if kind in (*STEP_FILES,):
-            history.steps.append(_step(kind, step))
+            history.steps.append(_select_fields(kind, step))
         else:
-            history.problems.append(f"{folder / HISTORY_NAME}: step {number} is of no kind that this version knows.")
+            history.problems.append(f"{folder / HISTORY_NAME}: this version does not know the kind of step {number}.")
     for kind, name in STEP_FILES.items():
         if kind == "training" and not with_training:
             continue
         report = _read_or_note(folder / name, history.problems)
-        if report and (step := _step(kind, report)) not in history.steps:
+        if report and (step := _select_fields(kind, report)) not in history.steps:
             history.steps.append(step)
-    history.metadata = _metadata(found.get("metadata"))
+    history.metadata = _select_metadata(stored.get("metadata"))
     try:
-        own = _metadata(read_front_matter(folder / CARD_NAME))
+        front_matter = _select_metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
-        history.has_all_terms, own = False, {}
-    if "license" in own:
-        history.metadata = {name: value for name, value in history.metadata.items() if name not in TERMS}
-    history.metadata |= own
+        history.has_all_terms, front_matter = False, {}
+    if "license" in front_matter:
+        history.metadata = {name: value for name, value in history.metadata.items() if name not in LICENSE_FIELDS}
+    history.metadata |= front_matter
     return history
 
 
 def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
-    """Return the history of the checkpoint that a run starts from; an error becomes one of its `problems`.
+    """Return the history of the checkpoint that a run starts from. Errors are listed in its `problems`.
 
     Args:
-        model_name_or_path: a folder, or a Hub id, of which only the files with a history are downloaded; None: the
-            model is new.
-        is_resumed: whether a run in this very folder is resumed, whose results may be there.
+        model_name_or_path: a folder or a Hub id. Only the files with the history are downloaded. None means a new
+            model.
+        is_resumed: whether a run in this folder is resumed, so that the folder may contain its results.
     """
     if model_name_or_path is None:
         return ModelHistory()
@@ -105,25 +111,25 @@ def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: boo
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    found, missing = ModelHistory(), list[str]()
+    history, missing = ModelHistory(), list[str]()
     for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
         try:
-            # Once the Hub could not be reached, each further try would take as long as that one.
+            # After a first failure, only the cache is used, because each request could wait for a timeout.
             path = hf_hub_download(str(model_name_or_path), name, local_files_only=bool(missing))
-            found = read_history(Path(path).parent)
-        except Exception as error:  # of the Hub, the connection or the disk: each has errors of its own
+            history = read_history(Path(path).parent)
+        except Exception as error:  # the Hub, the connection and the disk raise many types of errors
             if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
                 missing.append(name)
     if missing:
-        found.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be had from the Hub.")
-    return found
+        history.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be downloaded from the Hub.")
+    return history
 
 
 def write_history(folder: Path, history: ModelHistory) -> None:
-    """Write model_history.json, whole or not at all; nothing where there is nothing to tell.
+    """Write model_history.json atomically. An empty history is not written.
 
     Raises:
-        OSError: if it cannot be written; what was there stays.
+        OSError: if the file cannot be written. An old file is unchanged.
     """
     if history.steps or history.metadata:
         content = {"format": FORMAT, "steps": history.steps, "metadata": history.metadata}
@@ -131,25 +137,25 @@ def write_history(folder: Path, history: ModelHistory) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None where there is no file.
+    """Return the object in a JSON file, or None if the file does not exist.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it holds something else.
+        ValueError: if the file does not contain a JSON object.
     """
     if not path.is_file():
         return None
     value = load_json(path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
+        raise ValueError(f"{path} must contain a JSON object, got {type(value).__name__}.")
     return value
 
 
 def read_front_matter(path: Path) -> dict[str, Any]:
-    """Return the metadata at the head of a README.md; none where there is no file.
+    """Return the YAML metadata of a README.md, or an empty dictionary if the file does not exist.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if the metadata cannot be read.
     """
     if not path.is_file():
         return {}
@@ -159,7 +165,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     try:
         return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} has metadata that cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"The metadata of {path} cannot be read: {' '.join(str(error).split())}.") from error
 
 
 def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -170,37 +176,38 @@ def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
+def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a report that model cards show."""
-    found = {name: _one_line(report[name]) for name in FIELDS[kind] if report.get(name) is not None}
+    fields = {name: _join_lines(report[name]) for name in REPORT_FIELDS[kind] if report.get(name) is not None}
     if kind == "training":
-        found |= {name: value for name, value in report.items() if name.startswith(SCORES) and _is_number(value)}
+        scores = {name: value for name, value in report.items() if name.startswith(SCORE_PREFIXES)}
+        fields |= {name: value for name, value in scores.items() if _is_number(value)}
         arguments = report.get("arguments")
         arguments = arguments if isinstance(arguments, dict) else {}
-        found["arguments"] = {name: _one_line(value) for name, value in arguments.items() if value is not None}
-    elif "source" in found and "source_revision" not in found:
-        found["source"] = PurePath(str(found["source"])).name  # a folder of some machine
-    return {"kind": kind, **found}
+        fields["arguments"] = {name: _join_lines(value) for name, value in arguments.items() if value is not None}
+    elif "source" in fields and "source_revision" not in fields:
+        fields["source"] = PurePath(str(fields["source"])).name  # the path of a local folder is private
+    return {"kind": kind, **fields}
 
 
-def _metadata(given: Any) -> dict[str, Any]:
-    """Return the metadata of a README.md that hold for a model made from its model, if they are of the Hub's types."""
-    given = given if isinstance(given, dict) else {}
-    found = {name: _names(given[name]) for name in METADATA if name in given}
-    return {name: value for name, value in found.items() if value is not None}
+def _select_metadata(front_matter: Any) -> dict[str, Any]:
+    """Return the metadata of a README.md that also apply to models made from this model, if their types are valid."""
+    front_matter = front_matter if isinstance(front_matter, dict) else {}
+    metadata = {name: _clean_names(front_matter[name]) for name in METADATA if name in front_matter}
+    return {name: value for name, value in metadata.items() if value is not None}
 
 
-def _names(value: Any) -> str | list[str] | None:
-    """Return a text, or a list of texts; None for anything else. YAML reads the language "no" as False."""
+def _clean_names(value: Any) -> str | list[str] | None:
+    """Return a text or a list of texts, or None for other values. YAML reads the language "no" as False."""
     if isinstance(value, list):
-        names = ["no" if each is False else _one_line(each) for each in value]
-        return names if all(isinstance(each, str) for each in names) else None
-    return "no" if value is False else _one_line(value) if isinstance(value, str) else None
+        names = ["no" if item is False else _join_lines(item) for item in value]
+        return names if all(isinstance(name, str) for name in names) else None
+    return "no" if value is False else _join_lines(value) if isinstance(value, str) else None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _one_line(value: Any) -> Any:
+def _join_lines(value: Any) -> Any:
     return " ".join(value.split()) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: live for those who watch, a line now and then in a log file."""
+"""Progress bars on stderr. They are updated live in a terminal or notebook, and now and then in a log file."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ from transformers.utils import logging as transformers_logging
 
 __all__ = ["is_watched", "no_progress_bars", "progress_bar"]
 
-# Seconds between two states of a bar, on a screen and in a log file.
+# Seconds between two updates of a bar, on a screen and in a log file.
 LIVE, LOGGED = 0.1, 20.0
 
 
 def is_watched() -> bool:
-    """Return whether bars are drawn for somebody who watches: stderr is a terminal, or this is a notebook."""
-    # A notebook's bar is a widget: its stderr is no terminal and need not be one.
+    """Return whether somebody can see live progress bars, because stderr is a terminal or this is a notebook."""
+    # In a notebook, a bar is a widget, and stderr is not a terminal.
     return sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 def progress_bar(*args: Any, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Return tqdm's bar with an estimate; none where transformers shows none; in a log file a line now and then.
+    """Return a progress bar of tqdm, which is disabled if the progress bars of Transformers are disabled.
 
     Args:
-        args, kwargs: tqdm's.
-        disable: show none.
+        args: positional arguments of tqdm.
+        disable: whether to show no bar.
+        kwargs: keyword arguments of tqdm.
     """
     interval = LIVE if is_watched() else LOGGED
-    shown = not disable and transformers_logging.is_progress_bar_enabled()
-    # tqdm itself draws a bar again that has shown nothing new for `maxinterval` seconds.
+    is_shown = not disable and transformers_logging.is_progress_bar_enabled()
+    # tqdm draws a bar again if it was not updated for `maxinterval` seconds.
     intervals = {"mininterval": interval, "maxinterval": max(interval, 10.0)}
-    return tqdm(*args, disable=not shown, dynamic_ncols=True, **intervals, **kwargs)
+    return tqdm(*args, disable=not is_shown, dynamic_ncols=True, **intervals, **kwargs)
 
 
 @contextmanager
 def no_progress_bars(wanted: bool = True) -> Iterator[None]:
-    """Show no bar inside, neither this package's nor those of transformers and datasets, if that is `wanted`."""
+    """Disable the progress bars of this package, Transformers and datasets in a `with` block, if `wanted` is true."""
     if not wanted:
         yield
         return
-    had = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         with _no_bars_of_datasets():
             yield
     finally:
-        if had:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 @contextmanager
 def _no_bars_of_datasets() -> Iterator[None]:
-    if importlib.util.find_spec("datasets") is None:  # it is of the extra `train`
+    if importlib.util.find_spec("datasets") is None:  # it belongs to the extra `train`
         yield
         return
-    import datasets  # takes a second
+    import datasets  # imported here, because it takes a second
 
-    had = not datasets.are_progress_bars_disabled()
+    was_enabled = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if had:
+        if was_enabled:
             datasets.enable_progress_bars()

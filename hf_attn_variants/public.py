@@ -1,4 +1,4 @@
-"""The public names of the package; importing them registers its classes with transformers' Auto factories."""
+"""Public classes of the package. Importing this module registers them with the Auto classes of Transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from .modeling.architectures.modeling_attn_variant_whisper import *  # noqa: F40
 from .modeling.variant_names import ATTN_VARIANTS_VERSION as __version__
 from .registration import register
 
-# A type checker cannot read what is made, and would take the models for private.
+# `__all__` is hidden from type checkers: they cannot evaluate it and would treat the models as private.
 if not TYPE_CHECKING:
     __all__ = [*sorted(name for name in globals() if name.startswith("AttnVariant")), "__version__"]
 

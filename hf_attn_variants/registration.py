@@ -1,4 +1,4 @@
-"""Which architectures there are, and their registration with transformers' Auto factories."""
+"""Supported architectures and their registration with the Auto classes of Transformers."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from .modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.fields.variant_config import AttnVariantConfigMixin
 from .modeling.mechanisms.sinusoidal_positions import has_sinusoids
 
-if TYPE_CHECKING:  # its import builds every attention function
+if TYPE_CHECKING:  # this import would build all attention functions
     from .modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 PREFIX = "AttnVariant"
-# The same classes under another name; T5's own head had another name before transformers 4.
+# Classes that equal those of another model type, and the name of T5's head before Transformers 4.
 SAME_CLASSES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
@@ -30,66 +30,87 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = CONFIG_CLASSES
 
 
 def register() -> None:
-    """Make `AutoConfig`, `AutoModel` and the other Auto classes know every variant architecture."""
+    """Register all variants with `AutoConfig`, `AutoModel` and the other Auto classes of Transformers."""
     for config_class in ARCHITECTURES:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, name in config_class.auto_classes.items():
-            model_class = getattr(_modeling_module(config_class), name)
+            model_class = getattr(_import_modeling_module(config_class), name)
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
 
 
 def supported_model_types() -> list[str]:
-    """Return each `model_type` that can be converted or loaded: upstream's and ours."""
-    return [name for row in ARCHITECTURES for name in (*row.upstream_model_types, row.model_type)]
+    """Return all model types that can be converted or loaded: those of Transformers and those of this package."""
+    return [name for config_class in ARCHITECTURES for name in _list_model_types(config_class)]
 
 
 def supported_architectures() -> list[str]:
-    """Return the names of upstream's classes that have a variant, without mT5's."""
-    return sorted({name.removeprefix(PREFIX) for row in ARCHITECTURES for name in row.auto_classes.values()})
+    """Return the names of the classes of Transformers that have a variant, without mT5's."""
+    names = (name for config_class in ARCHITECTURES for name in config_class.auto_classes.values())
+    return sorted({name.removeprefix(PREFIX) for name in names})
 
 
 def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
-    """Return the configuration class for an upstream or variant `model_type`.
+    """Return the configuration class of this package for a `model_type` of Transformers or of this package.
 
     Raises:
-        ValueError: if no architecture here has it.
+        ValueError: if the model type is not supported.
+
+    Example:
+        >>> variant_config_class("bert").model_type
+        'attn_variant_bert'
     """
-    for row in ARCHITECTURES:
-        if model_type in (*row.upstream_model_types, row.model_type):
-            return row
+    for config_class in ARCHITECTURES:
+        if model_type in _list_model_types(config_class):
+            return config_class
     known = ", ".join(supported_model_types())
-    raise ValueError(f"Model type {model_type!r} is not supported; supported are {known}.")
+    raise ValueError(f"Model type {model_type!r} is not supported. Use one of {known}.")
 
 
 def longest_input(config: transformers.PreTrainedConfig) -> int | None:
-    """Return how many tokens a model of this configuration, upstream's or ours, has positions for; None: no limit."""
+    """Return the number of tokens that the position embeddings of a model allow, or None if there is no limit.
+
+    Args:
+        config: a configuration of Transformers or of this package.
+    """
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     if has_sinusoids(config):
         return None
-    rows = (row for row in ARCHITECTURES if config.model_type in (*row.upstream_model_types, row.model_type))
-    row = next(rows, None)
-    if positions is None or row is None or not row.positions_after_padding:
+    matching = (candidate for candidate in ARCHITECTURES if config.model_type in _list_model_types(candidate))
+    config_class = next(matching, None)
+    if positions is None or config_class is None or not config_class.positions_after_padding:
         return positions
     return positions - config.pad_token_id - 1
 
 
 def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
-    """Return our class for an upstream or variant class name, "BertForMaskedLM" or "MT5EncoderModel" for example.
+    """Return the class of this package for a class name of Transformers or of this package.
+
+    Args:
+        architecture: the class name, for example "BertForMaskedLM" or "MT5EncoderModel".
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the class is not supported.
+
+    Example:
+        >>> variant_model_class("BertForMaskedLM").__name__
+        'AttnVariantBertForMaskedLM'
     """
     name = architecture.removeprefix(PREFIX)
     name = FORMER_NAMES.get(name, name)
-    for other, ours in SAME_CLASSES.items():
+    for other, base in SAME_CLASSES.items():
         if name.startswith(other):
-            name = ours + name.removeprefix(other)
-    for row in ARCHITECTURES:
-        if PREFIX + name in _modeling_module(row).__all__:
-            return getattr(_modeling_module(row), PREFIX + name)
+            name = base + name.removeprefix(other)
+    for config_class in ARCHITECTURES:
+        module = _import_modeling_module(config_class)
+        if PREFIX + name in module.__all__:
+            return getattr(module, PREFIX + name)
     known = ", ".join(supported_architectures())
-    raise ValueError(f"Architecture {architecture!r} is not supported; supported are transformers' {known}.")
+    raise ValueError(f"Architecture {architecture!r} is not supported. Use one of {known}.")
 
 
-def _modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
+def _list_model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, ...]:
+    return (*config_class.upstream_model_types, config_class.model_type)
+
+
+def _import_modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
     return importlib.import_module(f".modeling.architectures.{config_class.modeling_file}", __package__)

@@ -1,4 +1,4 @@
-"""Examples from text files: lines, parallel files of lines, and the columns of tables (CSV, TSV, JSON, JSONL)."""
+"""Reading examples from text files: lines, parallel lines, and columns of tables (CSV, TSV, JSON, JSON lines)."""
 
 import csv
 import itertools
@@ -19,8 +19,8 @@ from .input_files import is_blank, is_unicode, lines_of, suffix_of, whole_lines
 __all__ = [
     "TABLE_SUFFIXES",
     "PlacedRows",
-    "Record",
     "RepeatingObject",
+    "TableRow",
     "check_unused",
     "column_names",
     "column_value",
@@ -43,30 +43,30 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
+MAX_FIELD = 2**27  # characters in a CSV cell. A longer cell is a sign of a quote that does not end.
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
-# What programs write in the place of a CSV's comma: Excel a semicolon, where a comma is the decimal point.
+# Separators that programs write instead of a comma. Excel writes a semicolon if the comma is the decimal separator.
 OTHER_SEPARATORS = ";\t|"
-# Of a cell whose quotes do not count, for white space stands before them.
+# A cell with a space before its opening quote, so that the csv module reads the quote as text.
 SPACED_QUOTES = re.compile(r'\s+"')
-# The first line of a JSON list or object. A header of a table may begin with a brace or bracket, too.
+# The first line of a JSON list or object. The header of a CSV table can begin with a brace or bracket, too.
 JSON_BEGINNING = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|\[\s*$)|\s*\[\s*$')
-# What is said of the csv module's errors, by its own words.
-ADVICE = {
-    "unexpected end of data": "a quote begins in this row and does not end",
-    "expected after": 'text follows a quoted cell; inside one a quote is written "", not \\"',
-    "new-line character": "a carriage return alone ends no row; write \\n or \\r\\n",
+# Advice for each error of the csv module, by a part of its message.
+CSV_ADVICE = {
+    "unexpected end of data": "A quote begins in this row and does not end. Close it.",
+    "expected after": 'Text follows a quoted cell. Write a quote inside a cell as "", not as \\".',
+    "new-line character": "A carriage return without a line feed does not end a row. Write \\n or \\r\\n.",
 }
 
 
-class Record(NamedTuple):
-    """A row, and where it is.
+class TableRow(NamedTuple):
+    """A row of a table and its location.
 
     Attributes:
-        place: "table.csv, line 4, row 3"; in a JSON list "table.json, row 3".
-        values: by column.
-        names_place: where its columns are named: "table.csv, line 1, the header"; of a JSON object its `place`.
-        line: the line of the file on which it begins; None in a JSON list.
+        place: the location of the row: "table.csv, line 4, row 3", or "table.json, row 3" in a JSON list.
+        values: the values by column.
+        names_place: the location of the column names: "table.csv, line 1, the header". For a JSON object, the `place`.
+        line: the number of the first line of the row. None in a JSON list.
     """
 
     place: str
@@ -76,109 +76,117 @@ class Record(NamedTuple):
 
 
 class RepeatingObject(dict):
-    """A JSON object in which a name stands twice."""
+    """JSON object that contains a name twice."""
 
     name: str
 
 
 def row_place(file: Any, line: int | None, row: int) -> str:
-    """Return what errors call the place of a row: its file, its line where one is known, and its number from 1."""
+    """Return the location of a row for messages: its file, its line (if known), and its number, counted from 1.
+
+    Example:
+        >>> row_place("train.csv", 4, 3)
+        'train.csv, line 4, row 3'
+    """
     return f"{file}, {'' if line is None else f'line {line}, '}row {row}"
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield a table's rows.
+def read_records(path: Path) -> Iterator[TableRow]:
+    """Yield the rows of a table.
 
-    A .csv whose header has no comma is divided by the semicolon, tab or | that the header has; the log says so.
+    If the header of a .csv file has no comma, the separator is the semicolon, tab or | in the header. This is logged.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no table, or a row does not fit the header, does not end, or names a column twice.
+        ValueError: if the file is not a table, a row does not match the header or does not end, or a column name
+            occurs twice.
     """
     suffix = suffix_of(path)
     if suffix not in TABLE_SUFFIXES:
-        raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)")
-    yield from _delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _objects(path)
+        raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, plain or with .gz.")
+    yield from _read_delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
 
 
-def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
+def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
     csv.field_size_limit(MAX_FIELD)
     lines = whole_lines(path)
-    begin = _up_to_text(lines)
+    begin = _read_to_first_text(lines)
     if begin and JSON_BEGINNING.match(begin[-1]):
-        raise ValueError(f"{path} holds JSON, not a table with a header: rename it to end in .json or .jsonl.")
-    separator = "\t" if tabs else _separator(path, begin)
-    form: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
-    reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **form)
+        raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
+    separator = "\t" if tabs else _detect_separator(path, begin)
+    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
+    reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **options)
     header: list[str] = []
     names_place = ""
-    number, is_told = 0, False
+    number, has_warned = 0, False
     while True:
         line = reader.line_num + 1
         place = row_place(path, line, number + 1) if header else f"{path}, line {line}, the header"
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            advice = next((advice for words, advice in ADVICE.items() if words in str(error)), error)
+            advice = next((advice for words, advice in CSV_ADVICE.items() if words in str(error)), error)
             raise ValueError(f"{place}: {advice}") from error
         if cells is None:
             return
         if not cells or (len(cells) == 1 != len(header) and is_blank(cells[0])):
-            continue  # a blank line
+            continue  # an empty line
         if not header:
             header, names_place = cells, place
-            if twice := _twice(name for name in header if name):
-                raise ValueError(f"{place}: two columns are named {twice!r}; rename one")
+            if repeated := _find_repeated(name for name in header if name):
+                raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
-        spaced = None if tabs or is_told else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
+        spaced = None if tabs or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
         if spaced is not None:
-            is_told = True
-            message = "%s: a space stands before the quotes of %.60r: they are read as text, and hold no cell together"
+            has_warned = True
+            message = "%s: there is a space before the quote in %.60r. Therefore the quote is read as text."
             logger.warning(message, place, spaced)
         if len(cells) != len(header):
-            what = "a comma" if separator == "," else f"{separator!r}, which divides the header's,"
-            rule = "a tab divides cells, quoted or not" if tabs else f"a cell that holds {what} must be quoted"
-            has = " ".join(", ".join(header).split())[:200]
+            what = "a comma" if separator == "," else f"the separator {separator!r}"
+            rule = "A tab always separates cells." if tabs else f"Put a cell that contains {what} in quotes."
+            names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
-                f"{place}: {len(cells)} cells where the header has {len(header)} ({has}), the last "
-                f"{cells[-1][:60]!r}; {rule}"
+                f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}, the "
+                f"last one {cells[-1][:60]!r}. {rule}"
             )
-        yield Record(place, dict(zip(header, cells, strict=True)), names_place, line)
+        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line)
 
 
-def _up_to_text(lines: Iterator[str]) -> list[str]:
-    # The lines up to the first that is not blank, which is in it.
-    taken = []
+def _read_to_first_text(lines: Iterator[str]) -> list[str]:
+    """Return the lines up to the first one that is not blank, including this line."""
+    read = []
     for line in lines:
-        taken.append(line)
+        read.append(line)
         if not is_blank(line):
             break
-    return taken
+    return read
 
 
-def _separator(path: Path, begin: list[str]) -> str:
+def _detect_separator(path: Path, begin: list[str]) -> str:
     header = begin[-1].strip("\r\n") if begin else ""
     unquoted = "".join(header.split('"')[::2])
-    found = max(OTHER_SEPARATORS, key=unquoted.count)
-    if "," in unquoted or found not in unquoted:
+    most_frequent = max(OTHER_SEPARATORS, key=unquoted.count)
+    if "," in unquoted or most_frequent not in unquoted:
         return ","
-    logger.info("%s, line %d, the header: no comma is in it: %r divides the columns", path, len(begin), found)
-    return found
+    logger.info(
+        "%s, line %d, the header: it contains no comma, so %r separates the columns.", path, len(begin), most_frequent
+    )
+    return most_frequent
 
 
-def _objects(path: Path) -> Iterator[Record]:
-    for number, (line, value) in enumerate(_json_values(path), start=1):
-        where = row_place(path, line, number)
+def _read_json_rows(path: Path) -> Iterator[TableRow]:
+    for number, (line, value) in enumerate(_iterate_json_values(path), start=1):
+        place = row_place(path, line, number)
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: must be a JSON object, got {type(value).__name__}")
-        if (twice := repeated_name(value)) is not None:
-            raise ValueError(f"{where}: an object has the name {twice!r} twice; rename one")
-        yield Record(where, value, where, line)
+            raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
+        if (name := repeated_name(value)) is not None:
+            raise ValueError(f"{place}: an object contains the name {name!r} twice. Rename one of them.")
+        yield TableRow(place, value, place, line)
 
 
-def _json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
-    # What a JSON list holds, or a file of one value a line, and the line of each.
+def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
+    # Yields the values of a JSON list (without lines), or of a file with one value per line (with their lines).
     rest, begin = enumerate(lines_of(path), start=1), []
     for number, line in rest:
         begin.append((number, line))
@@ -189,7 +197,7 @@ def _json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         try:
             values = parse_rows("\n".join(line for _, line in lines))
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON list: {error}") from error
+            raise ValueError(f"{path} must be a JSON list: {error}.") from error
         yield from ((None, value) for value in values)
         return
     for number, line in lines:
@@ -199,54 +207,57 @@ def _json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
             yield number, parse_rows(line)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "
-                f"({error.msg})"
+                f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "
+                f"per line ({error.msg})."
             ) from error
-        except ValueError as error:  # a number of thousands of digits
+        except ValueError as error:  # for example, a number with thousands of digits
             raise ValueError(f"{path}, line {number}: {error}") from error
 
 
 def parse_rows(text: str | bytes) -> Any:
-    """Return the value of a JSON text; `repeated_name` then tells of objects with a name twice; errors: `parse_json`.
+    """Return the value of a JSON text. `repeated_name` finds the objects in it that contain a name twice.
 
     Raises:
-        ValueError: if it is not JSON, or nests too deep.
+        ValueError: if the text is not JSON or is nested too deeply, see `files.parse_json`.
     """
-    return parse_json(text, object_pairs_hook=_object)
+    return parse_json(text, object_pairs_hook=_build_object)
 
 
 def repeated_name(value: Any) -> str | None:
-    """Return a name that an object of `parse_rows`, or one inside, has twice: JSON would keep the last value alone."""
-    inner = [value]
-    while inner:
-        value = inner.pop()
+    """Return a name that an object occurring in a value of `parse_rows` contains twice, or None.
+
+    The json module would silently use the last one of two values with the same name.
+    """
+    unvisited = [value]
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, RepeatingObject):
             return value.name
-        inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        unvisited += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) == len(pairs):
         return values
     repeating = RepeatingObject(values)
-    repeating.name = _twice(name for name, _ in pairs) or ""
+    repeating.name = _find_repeated(name for name, _ in pairs) or ""
     return repeating
 
 
-def _twice(names: Iterable[str]) -> str | None:
+def _find_repeated(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of texts, and where each was read: rows that are left out leave a gap in the numbers.
+    """Rows of texts and their locations. The numbers have gaps if rows were left out.
 
     Attributes:
-        texts: of each row.
-        files: of each row; of parallel text that of the sources.
-        numbers: of each row in its file, from 1; of lines of text, the line.
+        texts: the texts of each row.
+        files: the file of each row. For parallel files, the source file.
+        numbers: the number of each row in its file, counted from 1. For text files, the line number.
     """
 
     texts: list[tuple[str, ...]]
@@ -258,162 +269,186 @@ class PlacedRows:
 
 
 def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> list[str]:
-    """Return the lines of text files (UTF-8, plain or .gz) in the files' order; blank ones by `keep_blank` alone.
+    """Return the lines of text files (UTF-8, plain or .gz) in the order of the files.
+
+    Args:
+        paths: the files.
+        keep_blank: whether to return blank lines, too.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file is not text, or has no line that is not blank.
+        ValueError: if a file is not text, or all its lines are blank.
     """
     texts: list[str] = []
     for path in map(Path, paths):
-        found = [line for line in lines_of(path) if keep_blank or not is_blank(line)]
-        if all(map(is_blank, found)):
-            raise ValueError(f"{path} is empty: it has no line of text")
-        texts += found
+        lines = [line for line in lines_of(path) if keep_blank or not is_blank(line)]
+        if all(map(is_blank, lines)):
+            raise ValueError(f"{path} is empty. It must have at least one line of text.")
+        texts += lines
     return texts
 
 
 def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> list[tuple[str, ...]]:
-    """Return the texts of `read_placed_pairs`."""
+    """Return the texts that `read_placed_pairs` reads."""
     return read_placed_pairs(source_file, target_file).texts
 
 
 def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
-    """Return parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
+    """Return the pairs of lines of two parallel files. Pairs with a blank line are left out.
+
+    Line i of one file belongs to line i of the other file.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file is not text, or they have unequal numbers of lines, or no pair.
+        ValueError: if a file is not text, the files have different numbers of lines, or no pair is left.
     """
     sources, targets = (list(lines_of(Path(path))) for path in (source_file, target_file))
     if len(sources) != len(targets):
         raise ValueError(
-            f"{source_file} has {len(sources)} lines and {target_file} has {len(targets)}: parallel text has as many"
+            f"{source_file} and {target_file} must have the same number of lines, got {len(sources)} and "
+            f"{len(targets)}."
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    kept = filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
-    if not kept:
-        raise ValueError(f"{source_file} and {target_file} are empty: they have no pair of lines")
-    return PlacedRows([pairs[i] for i in kept], [str(source_file)] * len(kept), [i + 1 for i in kept])
+    indices = filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
+    if not indices:
+        raise ValueError(f"{source_file} and {target_file} are empty. They must have at least one pair of lines.")
+    return PlacedRows([pairs[i] for i in indices], [str(source_file)] * len(indices), [i + 1 for i in indices])
 
 
 def read_columns(
     paths: Sequence[str | os.PathLike],
     columns: Sequence[str],
-    named_by: str | None = None,
+    flag: str | None = None,
     keep_blank: bool = False,
     unused: str | None = None,
 ) -> list[tuple[str, ...]]:
-    """Return the texts of `read_placed_columns`."""
-    return read_placed_columns(paths, columns, named_by, keep_blank, unused).texts
+    """Return the texts that `read_placed_columns` reads."""
+    return read_placed_columns(paths, columns, flag, keep_blank, unused).texts
 
 
 def read_placed_columns(
     paths: Sequence[str | os.PathLike],
     columns: Sequence[str],
-    named_by: str | None = None,
+    flag: str | None = None,
     keep_blank: bool = False,
     unused: str | None = None,
 ) -> PlacedRows:
-    """Return the rows of text columns of tables; those with a blank one are left out.
+    """Return the text columns of tables. Rows with a blank text are left out.
 
     Args:
-        paths: .csv or .tsv with a header (a .tsv's quotes are text, as in GLUE), .json (a list of objects, or one
-            object a line) or .jsonl, each also as .gz.
-        columns: their names, as `column_value` reads them.
-        named_by: the flag, or flags, that name them; an error over a missing one says so.
-        keep_blank: rows with a blank text too.
-        unused: a column that the first row has no text in: no row may have any, for it would be dropped.
+        paths: .csv or .tsv files with a header, .json files (a list of objects, or one object per line) or .jsonl
+            files, each also as .gz. Quotes in a .tsv file are text, as in GLUE.
+        columns: the names of the columns, in the form that `column_value` accepts.
+        flag: the flag, or flags, that set the names of the columns. An error about a missing column mentions it.
+        keep_blank: whether to return rows with a blank text, too.
+        unused: a column in which the first row has no text. No row may have a text in it, because it would be dropped.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if it is no such table, lacks a column, has no row, or one that does not fit; the message names it.
+        ValueError: if a file is not a table or has no row, a column is missing, or a value is not text. The message
+            names the location.
     """
     rows = PlacedRows([], [], [])
     for path in map(Path, paths):
-        found, lines = [], []
+        all_texts, lines = [], []
         for record in read_records(path):
             values = record.values
             check_unused(values, unused, record.place)
             texts = tuple(column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if text is None and name not in column_names(values):
-                    raise missing_column(record.names_place, values, name, named_by)
+                    raise missing_column(record.names_place, values, name, flag)
                 if not isinstance(text, str):
-                    raise ValueError(f"{record.place}: no text in column {name!r}, but {text!r:.60}")
+                    raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):
-                    raise ValueError(f"{record.place}: column {name!r} holds half a surrogate pair, which is no text")
-            found.append(texts)
+                    raise ValueError(
+                        f"{record.place}: column {name!r} must contain Unicode text, but it contains half a surrogate "
+                        "pair."
+                    )
+            all_texts.append(texts)
             lines.append(record.line)
-        if all(is_blank(text) for texts in found for text in texts):
-            raise ValueError(f"{path} is empty: it has no row of text")
-        kept = [*range(len(found))] if keep_blank else filled_rows(str(path), "row", found, _places_in(path, lines))
-        if not kept:
-            raise ValueError(f"{path}: no row has a text in each of the columns {', '.join(columns)}")
-        rows.texts.extend(found[i] for i in kept)
-        rows.files.extend(str(path) for _ in kept)
-        rows.numbers.extend(i + 1 for i in kept)
+        if all(is_blank(text) for texts in all_texts for text in texts):
+            raise ValueError(f"{path} is empty. It must have at least one row of text.")
+        if keep_blank:
+            indices = [*range(len(all_texts))]
+        else:
+            indices = filled_rows(str(path), "row", all_texts, _make_place_function(path, lines))
+        if not indices:
+            raise ValueError(f"{path}: at least one row must have a text in each of the columns {', '.join(columns)}.")
+        rows.texts.extend(all_texts[i] for i in indices)
+        rows.files.extend(str(path) for _ in indices)
+        rows.numbers.extend(i + 1 for i in indices)
     return rows
 
 
 def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
-    """Raise ValueError if a row has a text in a column of which the first row has none: it would be dropped."""
+    """Raise ValueError if a row has a text in a column that is not used because the first row has no text in it."""
     if column is not None and isinstance(text := column_value(row, column), str) and not is_blank(text):
         raise ValueError(
-            f"{place}: there is a text in column {column!r}, and the first row has none: give one to all, or to none"
+            f"{place}: column {column!r} has a text here, but not in the first row. Fill this column in all rows "
+            "or in none."
         )
 
 
-def _places_in(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
+def _make_place_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
     return lambda i: row_place(path, lines[i], i + 1)
 
 
 def filled_rows(place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]) -> list[int]:
-    """Return the numbers, counted from 0, of the rows without a blank text; warn of those that are left out.
+    """Return the indices of the rows without a blank text, and log a warning about the other rows.
 
     Args:
-        place: where they were read.
-        what: what a row is called.
-        rows: the texts of each.
-        place_of: from a row's number, counted from 0, to where it is.
+        place: the file or files of the rows.
+        what: the word for a row in the warning.
+        rows: the texts of each row.
+        place_of: a function that returns the location of a row from its index.
     """
-    blank = [any(map(is_blank, texts)) for texts in rows]
-    if left := [i for i, has_blank in enumerate(blank) if has_blank]:
-        message = "%s: %d of %d %ss are left out, for one of their texts is blank; the first is %s"
-        logger.warning(message, place, len(left), len(rows), what, place_of(left[0]))
-    return [i for i, has_blank in enumerate(blank) if not has_blank]
+    is_blank_row = [any(map(is_blank, texts)) for texts in rows]
+    if left_out := [i for i, has_blank in enumerate(is_blank_row) if has_blank]:
+        message = "%s: %d of %d %ss are left out, because they contain a blank text. The first one is %s."
+        logger.warning(message, place, len(left_out), len(rows), what, place_of(left_out[0]))
+    return [i for i, has_blank in enumerate(is_blank_row) if not has_blank]
 
 
-def missing_column(place: str, record: dict[str, Any], column: str, named_by: str | None) -> ValueError:
-    """Return the error over a column that is not there, with the one that may be meant.
+def missing_column(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
+    """Return the error about a missing column. It suggests a similar column if there is one.
 
     Args:
-        place: where the columns are named.
-        record: a row.
-        column: the missing one.
-        named_by: the flag, or flags, that name it.
+        place: the location of the column names.
+        record: the values of a row.
+        column: the name of the missing column.
+        flag: the flag, or flags, that set this name.
     """
     names = column_names(record)
-    there = " ".join(", ".join(names).split()) or "none"
+    listed = " ".join(", ".join(names).split()) or "none"
     stripped = {name.strip(): name for name in names}
-    near = nearest_name(column.strip(), stripped)
-    advice = f"; {named_by} can name another" if named_by else ""
-    if near is not None:
-        advice = f"; did you mean {stripped[near]!r}?"
-    return ValueError(f"{place}: there is no column {column!r}; its columns are {there}{advice}")
+    nearest = nearest_name(column.strip(), stripped)
+    advice = f" Name another column with {flag}." if flag else ""
+    if nearest is not None:
+        advice = f" Did you mean {stripped[nearest]!r}?"
+    return ValueError(f"{place}: there is no column {column!r}; its columns are {listed}.{advice}")
 
 
 def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:
-    """Say whether rows have texts in a column: the first has one, blank or not, and not all are blank."""
-    found = (column_value(row, column) for row in rows)
-    first = next(found, None)
+    """Return whether a column contains texts: the first row has one, which may be blank, and not all are blank."""
+    values = (column_value(row, column) for row in rows)
+    first = next(values, None)
     if not isinstance(first, str):
         return False
-    return any(isinstance(text, str) and not is_blank(text) for text in itertools.chain([first], found))
+    return any(isinstance(text, str) and not is_blank(text) for text in itertools.chain([first], values))
 
 
 def column_value(record: dict[str, Any], name: str) -> Any:
-    """Return what a row has in a column, or None; a dot leads into a nested one: "translation.en"."""
+    """Return the value of a row in a column, or None if the row does not have it.
+
+    Args:
+        record: the values of the row.
+        name: the name of the column. A dot selects a value in a nested object.
+
+    Example:
+        >>> column_value({"translation": {"en": "a dog"}}, "translation.en")
+        'a dog'
+    """
     if name in record:
         return record[name]
     value: Any = record
@@ -423,40 +458,43 @@ def column_value(record: dict[str, Any], name: str) -> Any:
 
 
 def has_column(record: dict[str, Any], name: str) -> bool:
-    """Say whether a row has a column, as `column_value` takes it; of a nested one that is null nobody knows."""
+    """Return whether a row has a column. A nested column with the value null counts as missing."""
     return name in record or column_value(record, name) is not None
 
 
 def column_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of a row's columns, as `column_value` takes them."""
+    """Return the names of the columns of a row, in the form that `column_value` accepts."""
     nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
 
 def text_columns(paths: Sequence[str | os.PathLike], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Return the columns that hold an encoder's texts, one, or two of pairs; none where the files are lines of text.
+    """Return the names of the text columns for an encoder, or an empty tuple if the files contain lines of text.
 
     Args:
-        paths: tables, or else lines of text.
-        columns: what `flag` gave; None = a table has its texts in "text".
-        flag: which errors speak of.
+        paths: tables, or files with lines of text.
+        columns: the values of `flag`: one column, or two columns of text pairs. None means the column "text".
+        flag: the flag that the errors mention.
 
     Raises:
-        ValueError: if the files are of both kinds, there are more than two columns, or columns of lines.
+        ValueError: if the files are of different kinds, there are more than two columns, or columns are given for
+            lines of text.
     """
     tables = [path for path in paths if is_table(path)]
     if not tables:
         if columns is not None:
-            raise ValueError(f"{flag} is for tables ({', '.join(TABLE_SUFFIXES)}); {paths[0]} is none")
+            raise ValueError(
+                f"{flag} is only for tables ({', '.join(TABLE_SUFFIXES)}), got {paths[0]}. Give a table instead."
+            )
         return ()
     if len(tables) < len(paths):
         other = next(path for path in paths if path not in tables)
-        raise ValueError(f"{tables[0]} is a table and {other} is not: give files of one kind")
+        raise ValueError(f"All files must be tables, or none. {tables[0]} is a table, {other} is not.")
     if columns is not None and len(columns) > 2:
-        raise ValueError(f"{flag} takes one column or two, got {len(columns)}")
+        raise ValueError(f"{flag} must name one or two columns, got {len(columns)}.")
     return tuple(columns or ("text",))
 
 
 def is_table(path: str | os.PathLike) -> bool:
-    """Say whether a file's name is that of a table: .csv, .tsv, .json or .jsonl, or those .gz."""
+    """Return whether a file name has the suffix of a table (.csv, .tsv, .json or .jsonl, also followed by .gz)."""
     return suffix_of(Path(path)) in TABLE_SUFFIXES

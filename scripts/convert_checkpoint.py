@@ -1,4 +1,4 @@
-"""Converts a multi-head checkpoint into an attention variant: `python scripts/convert_checkpoint.py --help`."""
+"""Convert a checkpoint to a variant. Usage: `python scripts/convert_checkpoint.py --help`."""
 
 import sys
 

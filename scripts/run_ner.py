@@ -1,4 +1,4 @@
-"""Fine-tunes and evaluates a token classifier: `python scripts/run_ner.py --help`."""
+"""Fine-tune and evaluate a token classifier. Usage: `python scripts/run_ner.py --help`."""
 
 import sys
 

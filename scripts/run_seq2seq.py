@@ -1,4 +1,4 @@
-"""Trains and evaluates an encoder-decoder on text to text: `python scripts/run_seq2seq.py --help`."""
+"""Fine-tune and evaluate an encoder-decoder on text pairs. Usage: `python scripts/run_seq2seq.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Fine-tunes and evaluates a checkpoint on SQuAD: `python scripts/run_squad.py --help`."""
+"""Fine-tune and evaluate a checkpoint on SQuAD. Usage: `python scripts/run_squad.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Continues training a converted checkpoint to restore its quality: `python scripts/uptrain.py --help`."""
+"""Continue training a converted checkpoint to restore its quality. Usage: `python scripts/uptrain.py --help`."""
 
 import sys
 

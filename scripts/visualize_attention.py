@@ -1,4 +1,4 @@
-"""Draws the attention maps and head projections of a checkpoint: `python scripts/visualize_attention.py --help`."""
+"""Draw the attention of a checkpoint. Usage: `python scripts/visualize_attention.py --help`."""
 
 import sys
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hf_attn_variants.modeling.fields.composition import REFUSED
 from hf_attn_variants.modeling.fields.field_table import FIELDS, Field
+from hf_attn_variants.modeling.fields.field_texts import FIELD_TEXTS
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias
 
@@ -64,7 +65,7 @@ def _cells(row: Field) -> tuple[str, ...]:
     by_layer = "yes" if "by_layer" in row.facts else ""
     by_layer += f", except {', '.join(whole)}" if whole else ""
     more = next(MORE[key] for key in (row.name, *row.facts) if key in MORE)
-    return names, row.help.format(**ANY), values, default, by_layer, more
+    return names, FIELD_TEXTS[row.name].help.format(**ANY), values, default, by_layer, more
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def test_a_byte_order_mark_is_no_text(write, end):
     ("name", "content", "error", "message"),
     [
         ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
-        ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, is not UTF-8"),
-        ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, holds a null character"),
-        ("none.txt", None, OSError, r"none\.txt: no such file"),
+        ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, must be UTF-8"),
+        ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, contains a null character"),
+        ("none.txt", None, OSError, r"none\.txt does not exist"),
     ],
 )
 def test_unreadable_text_is_named(write, tmp_path, name, content, error, message):
@@ -59,19 +59,19 @@ def test_unreadable_text_is_named(write, tmp_path, name, content, error, message
 def test_a_truncated_gzip_file_is_named(write):
     path = write("cut.txt.gz", "line\n" * 1000)
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(OSError, match=r"cut\.txt\.gz is no whole gzip file"):
+    with pytest.raises(OSError, match=r"cut\.txt\.gz is not a complete gzip file"):
         read_lines([path])
     path = write("plain.txt", "text").rename(path.with_name("plain.txt.gz"))
-    with pytest.raises(OSError, match=r"plain\.txt\.gz is no whole gzip file"):
+    with pytest.raises(OSError, match=r"plain\.txt\.gz is not a complete gzip file"):
         read_lines([path])
 
 
 def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
     source, target = write("s.txt", "a\nb\nc\n"), write("t.txt.gz", "x\n\nz\n")
     assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
-    with pytest.raises(ValueError, match=r"s\.txt has 3 lines and .*short\.txt has 2"):
+    with pytest.raises(ValueError, match=r"must have the same number of lines, got 3 and 2"):
         read_pairs(source, write("short.txt", "x\ny\n"))
-    with pytest.raises(ValueError, match="are empty: they have no pair"):
+    with pytest.raises(ValueError, match="are empty"):
         read_pairs(source, write("blank.txt", "\n\n\n"))
 
 
@@ -91,7 +91,7 @@ def test_tables_give_their_columns(write, name, text):
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
     with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
-    with pytest.raises(ValueError, match="its columns are en, de; --text_columns can name another"):
+    with pytest.raises(ValueError, match=r"its columns are en, de. .*--text_columns"):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
@@ -99,13 +99,13 @@ def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, capl
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
     assert read_columns([path], ("s", "t")) == [("one", "two")]
     assert (
-        "2 of 3 rows are left out, for one of their texts is blank; the first is" in caplog.text
+        "2 of 3 rows are left out, because they contain a blank text. The first one is" in caplog.text
         and "row 1" in caplog.text
     )
 
 
 def test_a_table_whose_rows_are_all_half_blank_is_named(write):
-    with pytest.raises(ValueError, match=r"a.csv: no row has a text in each of the columns s, t"):
+    with pytest.raises(ValueError, match=r"a.csv: at least one row must have a text in each of the columns s, t"):
         read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))
 
 
@@ -133,12 +133,12 @@ def test_blank_rows_stay_where_they_are_wanted(write):
     ("name", "text", "message"),
     [
         ("rows.txt", "a\tx\n", "must be one of .csv, .tsv, .json, .jsonl"),
-        ("rows.json", "a b\n", "neither a JSON list nor one JSON object a line"),
-        ("rows.json", "[1]", "row 1: must be a JSON object, got int"),
-        ("rows.jsonl", '{"en": "a", "de": "b"}\n\n{"en" "b"}\n', "line 3, column 7: neither a JSON list nor one"),
+        ("rows.json", "a b\n", "must be a JSON list or have one JSON object per line"),
+        ("rows.json", "[1]", "row 1: a row must be a JSON object, got int"),
+        ("rows.jsonl", '{"en": "a", "de": "b"}\n\n{"en" "b"}\n', "line 3, column 7: the file must be a JSON list"),
         ("rows.jsonl", "", "is empty"),
         ("rows.csv", "en,de\n,\n", "is empty"),
-        ("rows.csv", b"en,de\n\xff,x\n", "line 2, is not UTF-8"),
+        ("rows.csv", b"en,de\n\xff,x\n", "line 2, must be UTF-8"),
     ],
 )
 def test_other_tables_are_refused(write, name, text, message):
@@ -151,7 +151,7 @@ def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
     assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
     path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(OSError, match=r"rows.csv.gz is no whole gzip file"):
+    with pytest.raises(OSError, match=r"rows.csv.gz is not a complete gzip file"):
         read_columns([path], ("en", "de"))
 
 

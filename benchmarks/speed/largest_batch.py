@@ -24,17 +24,17 @@ from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import variant_config, variant_name
+from hf_attn_variants.serving.ctranslate2_engine import ExportedModel
 from hf_attn_variants.serving.engines import (
     CTRANSLATE2,
     Engine,
-    Exported,
     Load,
     build_model,
+    ctranslate2_problem,
     random_inputs,
-    why_not,
-    write_folder,
+    write_ctranslate2_folder,
 )
-from hf_attn_variants.serving.measure import peak_bytes
+from hf_attn_variants.serving.peak_memory import peak_bytes
 
 # A batch is known to one part in this.
 CLOSE = 30
@@ -97,21 +97,21 @@ def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[t
         (config, Engine("share_memory", shared=True)),
         (converted.to_dict(), Engine(variant_name(converted))),
     ]
-    if why_not(config) is None:
+    if ctranslate2_problem(config) is None:
         found.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
     return found
 
 
-def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> Exported | None:
+def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedModel | None:
     """Write what CTranslate2 runs into an empty folder; None for an engine of torch."""
     if not engine.ctranslate2:
         return None
     inputs = random_inputs(config, Load(1, 1, 1, 1))  # each trial brings its own
-    return write_folder(config, build_model(config, engine), inputs, folder, engine.int8)
+    return write_ctranslate2_folder(config, build_model(config, engine), inputs, folder, engine.int8)
 
 
 def peak_of(
-    args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: Exported | None, batch: int
+    args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: ExportedModel | None, batch: int
 ) -> int:
     """Return the peak of a batch in bytes."""
     load = Load(batch, args.source_length, args.max_new_tokens, args.num_beams)

@@ -21,7 +21,7 @@ from benchmarks.page_faults import summary, watched_rounds, way_now
 from benchmarks.speed.decode import MARIANS, SHAPES
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
 from hf_attn_variants.serving import measure as serving
-from hf_attn_variants.serving.measure import advice, measure_serving
+from hf_attn_variants.serving.measure import measure_serving, recommend_engine
 
 WHISPERS = {
     "tiny-whisper": {"d_model": 32, "vocab_size": 100, "max_source_positions": 20, "num_mel_bins": 8}
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         "first_milliseconds": {name: row.first_milliseconds for name, row in rows.items()},
         "peak_bytes": {name: row.peak_bytes for name, row in rows.items()},
         "usage": {"milliseconds": {name: summary(usages[name][calls::calls]) for name in rows}},
-        "advice": advice(table),
+        "advice": recommend_engine(table),
     }
 
 

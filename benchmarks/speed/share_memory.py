@@ -22,7 +22,7 @@ from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_mode
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.upstream import cache_of
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES
-from hf_attn_variants.shared_memory.cache_layers import holds_anything
+from hf_attn_variants.shared_memory.cache_layers import holds_encoder_outputs
 
 UPSTREAM = "upstream"
 
@@ -71,7 +71,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 def kept_of(cache: Any) -> int:
     """Return the bytes that a cache holds of a source."""
     layers = cache.cross_attention_cache.layers
-    if all(holds_anything(layer) for layer in layers):
+    if all(holds_encoder_outputs(layer) for layer in layers):
         return layers[0].source.nbytes
     return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values))
 

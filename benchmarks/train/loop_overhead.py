@@ -39,7 +39,7 @@ from hf_attn_variants.training.engine.dataloaders import (
 )
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.losses import Objective
-from hf_attn_variants.training.engine.outputs import library_versions
+from hf_attn_variants.training.engine.outputs import get_library_versions
 from hf_attn_variants.training.engine.settings import LoopSettings
 from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "load_average_after": os.getloadavg(),
         "turns": args.turns,
         "steps_per_turn": args.steps,
-        "versions": library_versions(),
+        "versions": get_library_versions(),
         "rows": rows,
     }
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")

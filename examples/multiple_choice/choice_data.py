@@ -14,7 +14,7 @@ from hf_attn_variants.text_files import column_names, column_value, has_column, 
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
 from hf_attn_variants.training.classification.labels import read_cell
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import Record, Source, named_label, text_of
+from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
 
 # Names of columns that need no flag; choices may also be in ending0, ending1, ... and the like.
 NAMES = {
@@ -29,7 +29,7 @@ NAMES = {
 class Row:
     """A question of a table."""
 
-    record: Record
+    record: TableRow
     context: str | None
     question: str | None
     choices: list[str]
@@ -48,7 +48,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
         OSError: if a file or the dataset cannot be read.
         ValueError: if a column is missing or ambiguous, or a row is malformed; the message names the row.
     """
-    sources = tables.read_sources(settings)
+    sources = tables.read_splits(settings)
     first = next(iter(sources.values())).first
     names, columns = column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
@@ -62,7 +62,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
     return splits, columns | {"answer_format": answer_format}
 
 
-def _find_columns(first: Record, settings: Any) -> dict[str, Any]:
+def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
     there = column_names(first.values)
     columns = {flag: getattr(settings, flag) for flag in NAMES}
     taken = {*columns.values(), *(columns["choices_columns"] or ())}
@@ -88,23 +88,24 @@ def _counted(stem: str, there: Sequence[str]) -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name in there, (f"{stem}{i}" for i in numbers)))
 
 
-def _read(name: str, source: Source, columns: dict[str, Any]) -> list[Row]:
-    answer_column = tables.check_column(name, source, columns["answer_column"], "--answer_column")
+def _read(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Row]:
+    answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
-        context, question = (texts[flag] and text_of(record, texts[flag], f"--{flag}") for flag in texts)
+        context, question = (texts[flag] and get_text(record, texts[flag], f"--{flag}") for flag in texts)
         value = column_value(record.values, answer_column) if answer_column else None
-        value = value if names is None else named_label(value, names)
+        value = value if names is None else get_label_name(value, names)
         answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(Row(record, context, question, _choices_of(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
-    if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN:  # the answers of the Hub's test split
+    # The Hub gives all rows of a test split the same answer if the answers are not public.
+    if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN_LABELS:
         rows = [replace(row, answer=None) for row in rows]
     return rows
 
 
-def _choices_of(record: Record, columns: Sequence[str]) -> list[str]:
+def _choices_of(record: TableRow, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row; the last of several columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):

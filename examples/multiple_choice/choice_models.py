@@ -17,7 +17,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
-from hf_attn_variants.training.engine.losses import Objective, label_objective, plain_logits, target_logits
+from hf_attn_variants.training.engine.losses import (
+    Objective,
+    compute_logits,
+    compute_target_logits,
+    make_label_objective,
+)
 from hf_attn_variants.training.engine.models import check_end_token, check_trained_head, load_model
 from hf_attn_variants.training.engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
 
@@ -70,7 +75,7 @@ class ChoiceHead:
         """
         there = batch["attention_mask"].any(-1)  # [b, c]
         inputs = {name: tensor[there].unsqueeze(1) for name, tensor in batch.items() if name != "labels"}
-        found = plain_logits(model, inputs).float()  # [choices, 1]
+        found = compute_logits(model, inputs).float()  # [choices, 1]
         return found.new_full(there.shape, -torch.inf).masked_scatter(there, found)
 
 
@@ -98,7 +103,7 @@ class ChoiceWords:
 
     def objective(self) -> Objective:
         """Return the cross-entropy of the tokens of the right choices."""
-        return label_objective(target_logits)
+        return make_label_objective(compute_target_logits)
 
     def tokenize(self, split: ClassificationSplit) -> Dataset:
         """Return rows with the tokenizer's columns, `choices` (token ids of each), `label` if known, and `length`."""

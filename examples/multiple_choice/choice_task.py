@@ -17,7 +17,7 @@ from hf_attn_variants.training import FineTuningTask
 from hf_attn_variants.training.classification.data import ClassificationSplit, hash_rows, make_rows
 from hf_attn_variants.training.classification.task import EvalSet
 from hf_attn_variants.training.engine.dataloaders import prepare_eval_dataloader
-from hf_attn_variants.training.engine.finetune import Scores, run_rows
+from hf_attn_variants.training.engine.finetune import MetricEvaluator, run_rows
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.models import load_config
 
@@ -35,7 +35,7 @@ def word_question(row: dict[str, Any]) -> str:
     return " \\n ".join(parts)
 
 
-class ChoiceTask(FineTuningTask[Any, Scores]):
+class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
     """A training of a model that chooses among texts; the `__init__` of a task sets `train` and `dev`.
 
     Attributes:
@@ -71,10 +71,10 @@ class ChoiceTask(FineTuningTask[Any, Scores]):
     def objective(self) -> Objective:
         return self.way.objective()
 
-    def make_evaluator(self, model: nn.Module) -> Scores | None:
+    def make_evaluator(self, model: nn.Module) -> MetricEvaluator | None:
         self.model = model
         self.dev_set: Any = self.dev and self.eval_set(self.dev)
-        return Scores(self._dev_scores) if self.dev else None
+        return MetricEvaluator(self._dev_scores) if self.dev else None
 
     def _dev_scores(self) -> dict[str, float]:
         self.dev_shares = self.log_shares(self.dev_set)
@@ -116,7 +116,7 @@ class ChoiceTask(FineTuningTask[Any, Scores]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": self.dev and hash_rows(self.dev)}
 
-    def dev_results(self, evaluator: Scores) -> dict[str, Any]:
+    def dev_results(self, evaluator: MetricEvaluator) -> dict[str, Any]:
         rows = len(self.dev_set.split)
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
 
@@ -138,7 +138,7 @@ class MultipleChoiceFineTuning(ChoiceTask):
         found = {name: value for name, value in self.columns.items() if value is not None}
         return found | ({"worded": True} if self.config.is_encoder_decoder else {})
 
-    def predictions(self, evaluator: Scores) -> dict[str, str]:
+    def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
         return {"dev.jsonl": self._lines(self.dev_set, self.dev_shares)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:

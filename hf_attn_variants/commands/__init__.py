@@ -1,1 +1,1 @@
-"""One file a subcommand: light at its top, all rooms in its `main`; commands join rooms."""
+"""Commands of `attn-variants`, one module per command. Slow imports are inside of the functions `main`."""

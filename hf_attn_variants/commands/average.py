@@ -1,4 +1,4 @@
-"""The command `attn-variants average`."""
+"""Command `attn-variants average`."""
 
 import argparse
 import json
@@ -14,32 +14,33 @@ EXAMPLE = """\
 example:
   attn-variants average runs/glue-* --output_file glue.json
 
-Reads all_results.json of each folder. A task's score is the mean of its official metrics (of MNLI, that of both dev
-sets); a model's average is the mean over the tasks. Scores are shown from 0 to 100, each as the mean over seeds and,
-of several, their standard deviation. Runs belong to one model if they began with the same --model_name_or_path. Two
-runs of one model on one task must have the same settings, except the seed."""
+The command reads all_results.json in each folder. The score of a task is the mean of its official metrics (of both dev
+sets for MNLI). The average of a model is the mean over the tasks. Scores range from 0 to 100. They are means over
+seeds, with the standard deviation if there are several seeds. Runs belong to the same model if they started from the
+same --model_name_or_path. Runs of one model on one task must have the same settings, except for the seed."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse the arguments of the command."""
     parser = CommandParser(
         prog="attn-variants average",
-        description="Make one table of runs on GLUE: each task over seeds, and the average of the tasks.",
+        description="Print a table of GLUE scores: the mean of each task over seeds, and the average over tasks.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output folders of runs")
-    parser.add_argument("--output_file", metavar="JSON", help="write the scores, those of each seed as well")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output folders of runs")
+    parser.add_argument("--output_file", metavar="JSON", help="write the scores of all models and seeds to this file")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Print a table and return the scores, as --output_file has them.
+    """Print the table and return the scores, which are also written to --output_file.
 
     Raises:
-        ValueError, OSError: if results cannot be read, there is no run, or two of one task, model and seed.
+        ValueError: if there are no results, or two results for the same task, model and seed.
+        OSError: if a file cannot be read or written.
     """
     from ..files import atomic_write
-    from ..inspection.benchmark_scores import METRICS, model_scores, read_runs
+    from ..inspection.benchmark_scores import GLUE_METRICS, model_scores, read_runs
     from ..inspection.tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)
@@ -47,25 +48,29 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     results = {"glue": [model.to_dict() for model in models], "left_out": left_out}
     if args.output_file is not None:
         atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    tasks = [task for task in METRICS if any(task in model.tasks for model in models)]
+    tasks = [task for task in GLUE_METRICS if any(task in model.tasks for model in models)]
     rows = [
-        [model.model, *(_shown(model.tasks.get(task)) for task in tasks), _average(model, len(METRICS))]
+        [
+            model.model,
+            *(_format_spread(model.tasks.get(task)) for task in tasks),
+            _format_average(model, len(GLUE_METRICS)),
+        ]
         for model in models
     ]
     print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)
     print()
     if any(model.missing for model in models):
-        print_text("(k of n): only k of the n tasks have runs. Compare such an average with one of the same tasks.")
+        print_text("(k of n): only k of n tasks have runs. Compare such averages only for the same tasks.")
     for folder, reason in left_out.items():
-        print_text(f"left out: {folder}: {reason}")
+        print_text(f"Left out: {folder}: {reason}")
     return results
 
 
-def _average(model: Any, tasks: int) -> str:
-    return _shown(model.average) + (f" ({len(model.tasks)} of {tasks})" if model.missing else "")
+def _format_average(model: Any, tasks: int) -> str:
+    return _format_spread(model.average) + (f" ({len(model.tasks)} of {tasks})" if model.missing else "")
 
 
-def _shown(spread: Any) -> str:
+def _format_spread(spread: Any) -> str:
     if spread is None:
         return "-"
     deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"

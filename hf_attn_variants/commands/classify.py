@@ -1,4 +1,4 @@
-"""The command `attn-variants classify`, and `scripts/run_classification.py`."""
+"""Command `attn-variants classify`, also run by `scripts/run_classification.py`."""
 
 from ..training.classification.settings import ClassificationSettings
 from .training import training_command
@@ -6,10 +6,10 @@ from .training import training_command
 __all__ = ["main", "make_parser", "parse_args"]
 
 DESCRIPTION = (
-    "Fine-tune and evaluate a classifier of texts, or of pairs, on your own tables: one label a row, several, or a "
-    "number (regression)."
+    "Fine-tune and evaluate a classifier of texts or text pairs on your own tables. A row has one label, several "
+    "labels, or a number (regression)."
 )
-EPILOG = """examples (one label a row, several, a number for pairs; predictions alone):
+EPILOG = """examples (one label per row; several labels; a number for pairs; predictions only):
   %(prog)s ./minilm-gqa4 --train_file train.csv \\
       --validation_file dev.csv --test_file test.csv --output_dir runs/reviews
   %(prog)s ./minilm-gqa4 --train_file train.csv \\
@@ -22,18 +22,20 @@ EPILOG = """examples (one label a row, several, a number for pairs; predictions 
   %(prog)s runs/reviews --test_file new.jsonl \\
       --num_train_epochs 0 --output_dir runs/new
 
-What labels are is decided by the training rows. Words and whole numbers are classes, numbers of which some have a
-point a scale (regression); a list in JSON, or cells with --label_separator, several labels a row. What could be meant
-otherwise is refused with file, row and column, and --problem_type decides: a word among numbers, whole numbers written
-with a point (1.0), more than 200 different labels. Every training and dev row needs a label, but with several a row an
-empty cell is none. A test table may have no labels (or all empty, or all -1); it is then predicted alone.
-Space around a label is no part of it. Classes are sorted, numbers by value; --labels gives another order.
+The training rows determine the kind of labels. Words and whole numbers are classes. Numbers of which some have a
+decimal point are scores (regression). JSON lists, or cells with --label_separator, contain several labels. In unclear
+cases, the command reports file, row and column, and --problem_type decides: a word among numbers, whole numbers with a
+decimal point (1.0), or more than 200 different labels. Every training and dev row needs a label. If rows can have
+several labels, an empty cell means no label. A test table without labels (or with only empty labels or -1) is
+predicted, but not scored. Spaces around labels are removed. Classes are sorted (numbers by value), unless --labels
+gives another order.
 
---output_dir gets the model, all_results.json (with the scores of each class), train_log.jsonl, training_curves.png,
-confusion_matrix.png, and predictions_dev.jsonl and predictions_test.jsonl: a row's number, label, prediction,
-probabilities and texts a line. Scores are those of the dev rows; --metric_for_best_model and
---early_stopping_patience choose the weights on them, so that they flatter the model a little.
-An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
+--output_dir contains the model, all_results.json (with the scores of each class), train_log.jsonl,
+training_curves.png, confusion_matrix.png, predictions_dev.jsonl and predictions_test.jsonl. The predictions have one
+row per line, with its number, label, prediction, probabilities and texts. Scores are computed on the dev rows. They
+are slightly optimistic if --metric_for_best_model or --early_stopping_patience selected the weights on these rows.
+
+To continue an interrupted run, repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "classification.task:ClassificationFineTuning"
 make_parser, parse_args, main = training_command(

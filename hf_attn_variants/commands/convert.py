@@ -1,4 +1,4 @@
-"""The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
+"""Command `attn-variants convert`, also run by `scripts/convert_checkpoint.py`."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..command_line import (
-    HOSTS,
+    MODEL_NAMES,
     CommandParser,
     add_checkpoint_argument,
     parse_with_checkpoint,
@@ -25,7 +25,8 @@ from ..conversion.calibration_settings import (
 )
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
-from ..training.engine.options import parse_json
+from ..modeling.fields.field_texts import describe_field
+from ..training.engine.options import parse_json_flag
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -38,25 +39,30 @@ __all__ = [
     "read_calibration_arguments",
 ]
 
-# As in the modules of `conversion`, which take seconds to import; a test compares them.
+# Copies of constants in `conversion`, whose modules take seconds to import. A test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+# The fields whose flags come first in the help.
+MAIN_FIELDS = ("num_key_value_heads", "kv_lora_rank", "cross_kv_lora_rank", "talking_heads")
+USAGE = """%(prog)s CHECKPOINT --output_dir FOLDER [--num_key_value_heads N]
+       [--kv_lora_rank N] [--cross_kv_lora_rank N] [--talking_heads KIND]
+       [--calibration_file FILE] [options]"""
 EXAMPLE = """\
-examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
-questions, on its pairs):
+examples (a BERT, calibrated on lines of text; a BERT that was fine-tuned for
+question answering, calibrated on its text pairs):
   %(prog)s google-bert/bert-base-uncased \\
       --num_key_value_heads 4 --calibration_file wikipedia.txt \\
       --output_dir bert-base-gqa4
   %(prog)s runs/squad --num_key_value_heads 4 \\
       --calibration_file pairs.jsonl --calibration_columns question context \\
       --max_length 256 --output_dir squad-gqa4
-a T5 whose decoder keeps 128 numbers a token of the source:
+a T5 whose decoder caches 128 numbers per source token:
   %(prog)s runs/translation \\
       --cross_kv_lora_rank 128 --calibration_file train.en \\
       --calibration_target_file train.de --output_dir translation-r128
-a Whisper that keeps 128 numbers a position of audio, calibrated on recordings:
+a Whisper that caches 128 numbers per audio position, calibrated on recordings:
   %(prog)s openai/whisper-tiny \\
       --cross_kv_lora_rank 128 --calibration_audio_dir recordings \\
       --output_dir whisper-tiny-r128
@@ -76,16 +82,16 @@ CALIBRATION_OPTIONS = (
     "fit_steps",
 )
 
-# Those that are fields of a `Calibration`.
+# Options that become fields of a `Calibration`.
 AUDIO_OPTIONS = ("calibration_audio_dir", "calibration_size", "max_length", "fit_steps")
 TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passages", "fit_steps")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`.
+    """Parse the arguments of the command.
 
     Raises:
-        OSError: where the output folder cannot be made; before imports that take seconds.
+        OSError: if the output folder cannot be created. It is checked before imports that take seconds.
     """
     parser = make_parser()
     args = parse_with_checkpoint(parser, argv)
@@ -94,89 +100,104 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; `parse_args` reads it."""
+    """Return the parser of the command. `parse_args` parses the arguments with it."""
     parser = CommandParser(
         prog=program_name("convert_checkpoint.py"),
-        description="Convert a multi-head checkpoint into a grouped-query, multi-query, latent-attention or "
-        "talking-heads one, in little memory. A grouped checkpoint can be grouped further, or expanded back without "
-        f"loss; so can one with latents. Checkpoints: {HOSTS}.",
+        usage=USAGE,
+        description="Convert a checkpoint with multi-head attention to grouped-query, multi-query, latent, sparse, "
+        "linear or talking-heads attention, with little memory. A checkpoint with grouped heads or latents can be "
+        f"converted further, or back to multi-head attention without loss. Checkpoints: {MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    _add_variant_arguments(parser)
-    patterns = parser.add_argument_group("windows", "which tokens a token reads, and how many there are")
-    _add_field_arguments(patterns, "pattern")
-    _add_position_arguments(patterns)
-    kernels = parser.add_argument_group("kernels", "linear attention; fitted with --calibration_file")
-    _add_field_arguments(kernels, "kernel")
+    _add_field_arguments(parser, None, main=True)
     parser.add_argument(
         "--method",
         choices=METHODS,
-        help="how heads are merged (default: calibrated with --calibration_file, else mean; a decoder's heads are "
-        "averaged only if you name the method)",
+        help="method for merging heads (default: calibrated with --calibration_file, otherwise mean; heads of a "
+        "decoder are averaged only if you give the method)",
     )
-    calibration = parser.add_argument_group("calibration", "text or audio for the methods that fit new heads to it")
+    _add_calibration_group(parser)
+    heads = parser.add_argument_group("heads, latents and cache", "settings for single places or layers, and limits")
+    _add_variant_arguments(heads)
+    patterns = parser.add_argument_group("windows", "tokens that a token attends to, and number of positions")
+    _add_field_arguments(patterns, "pattern")
+    _add_position_arguments(patterns)
+    kernels = parser.add_argument_group("kernels", "linear attention, which --calibration_file fits to text")
+    _add_field_arguments(kernels, "kernel")
+    files = parser.add_argument_group("loading and saving")
+    files.add_argument(
+        "--dtype", choices=DTYPES, help="type of the floating-point tensors (default: as in the checkpoint)"
+    )
+    files.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
+    files.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin (with weights_only=True)")
+    files.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    files.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    files.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
+    return parser
+
+
+def _add_calibration_group(parser: argparse.ArgumentParser) -> None:
+    calibration = parser.add_argument_group(
+        "calibration", "text or audio to which the calibrated methods fit the new attention"
+    )
     add_calibration_arguments(calibration)
     add_audio_argument(calibration)
     calibration.add_argument(
         "--quick",
         action="store_true",
-        help=f"fewer examples ({QUICK_SIZE}, of audio {QUICK_AUDIO_SIZE}) and no fit after the closed form: a first "
-        "look, in a fraction of the time",
+        help=f"use fewer examples ({QUICK_SIZE} texts or {QUICK_AUDIO_SIZE} recordings) and no fitting steps, for a "
+        "first result in a fraction of the time",
     )
     calibration.add_argument(
         "--strict",
         action="store_true",
-        help="a conversion that is not within tolerance on held-out examples is an error: status 1 and no folder, "
-        "only the report beside it",
+        help="fail with status 1 if the conversion is not within tolerance on held-out examples, and write only the "
+        "report instead of the folder",
     )
     calibration.add_argument(
-        "--attention_errors", action="store_true", help="print what the attentions lose, too, each alone"
+        "--attention_errors", action="store_true", help="also print the error of each attention by itself"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
-    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    return parser
 
 
-def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_field_arguments(parser, None)
+def _add_variant_arguments(parser: argparse._ActionsContainer) -> None:
+    _add_field_arguments(parser, None, main=False)
     parser.add_argument(
         "--kv_cache_bytes",
         type=int,
         nargs=2,
         metavar=("SOURCE", "GENERATED"),
-        help="encoder-decoders: what the decoder's cache may take, in bytes a source token and bytes a generated "
-        "token over all layers; ranks that lose least are chosen, those of self-attention by layer",
+        help="encoder-decoders: limits for the cache of the decoder, in bytes per source token and bytes per "
+        "generated token over all layers. The ranks with the smallest error are chosen, for self-attention per layer",
     )
     parser.add_argument(
         "--keep_matching_layers",
         type=int,
         metavar="N",
-        help="encoders: leave N layers as they are, those whose heads look most for the same word elsewhere, by which "
-        "texts are compared; for models that are fine-tuned on pairs",
+        help="encoders: do not convert the N token-matching layers, whose heads attend most to other occurrences of "
+        "the same word. Use it for models that are fine-tuned on text pairs",
     )
 
 
-def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) -> None:
-    """Add the flags of the fields that a conversion gives a checkpoint, as the table has them.
+def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, main: bool | None = None) -> None:
+    """Add a flag for each field of variants that a conversion can set.
 
     Args:
-        group: of the flags.
-        kind: "pattern" or "kernel"; None = the others.
+        group: the group of the flags.
+        kind: "pattern" or "kernel" for the fields of this kind. None means all other fields.
+        main: whether to add only the flags of `MAIN_FIELDS`, or only the other flags. None means both.
     """
     for row in FIELDS:
-        own = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
-        if own != kind or "from_scratch" in row.facts:
+        row_kind = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
+        if row_kind != kind or "from_scratch" in row.facts:
             continue
         for prefix in row.prefixes:
-            unsaid, choices = row.default_of(prefix), row.choices_of(prefix)
-            default = f" (default: {unsaid})" if unsaid not in (None, (), False) else ""
-            options: dict[str, Any] = {"help": row.described(prefix) + default}
+            if main is not None and (prefix + row.name in MAIN_FIELDS) != main:
+                continue
+            default_value, choices = row.default_of(prefix), row.choices_of(prefix)
+            default = f" (default: {default_value})" if default_value not in (None, (), False) else ""
+            options: dict[str, Any] = {"help": describe_field(prefix + row.name) + default}
             if choices:
                 options["choices"] = list(choices)
             if row.kind is bool:
@@ -184,7 +205,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) ->
             elif row.kind is list:
                 options["nargs"] = "*" if prefix and row.inherits else "+"
             else:
-                options["type"] = parse_json if row.kind is dict else row.kind
+                options["type"] = parse_json_flag if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)
 
 
@@ -192,80 +213,86 @@ def _add_position_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--max_position_embeddings",
         type=int,
-        help="BERT and its relatives: positions afterwards; the tokenizer's model_max_length with them",
+        help="BERT and similar models: number of positions of the variant, and model_max_length of its tokenizer",
     )
     group.add_argument(
         "--position_extension",
         choices=POSITION_EXTENSIONS,
-        help="how the learned positions become more: repeated, which leaves short texts as they are, or stretched "
-        "(default: tiled)",
+        help="method for adding learned positions: tiled repeats them, which does not change the outputs for short "
+        "texts, and interpolated stretches them (default: tiled)",
     )
 
 
 def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int = FIT_DEFAULTS["fit_steps"]) -> None:
-    """Add the flags of calibration text and of how closely it is fitted to; the default steps are for the help."""
+    """Add the flags for calibration text and fitting.
+
+    Args:
+        group: the group of the flags.
+        fit_steps: the default of --fit_steps that the help shows.
+    """
     group.add_argument(
         "--calibration_file",
-        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
-        ".gz too",
+        help="examples of the kind of text that the model is used for: one per line, or a table (.csv, .tsv, .json, "
+        ".jsonl); also .gz",
     )
     group.add_argument(
         "--calibration_columns",
         nargs="+",
         metavar="COLUMN",
-        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
+        help="column of the table with texts, or two columns for models that read text pairs (default: text)",
     )
     group.add_argument(
         "--calibration_target_file",
-        help="encoder-decoders: the target of each line (default: the model's own greedy outputs)",
+        help="encoder-decoders: target of each line (default: the greedy outputs of the model)",
     )
-    group.add_argument("--calibration_target_column", help="encoder-decoders: the table's column of targets")
+    group.add_argument("--calibration_target_column", help="encoder-decoders: column of the table with targets")
     group.add_argument(
         "--calibration_size",
         type=int,
-        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
+        help=f"number of examples that are drawn from the file with --seed (default: {CALIBRATION_SIZE})",
     )
     for side in ("source", "target"):
         group.add_argument(
-            f"--{side}_lang", help=f"mBART, M2M100, NLLB: the {side}s' language, as the tokenizer calls it"
+            f"--{side}_lang", help=f"mBART, M2M100, NLLB: {side} language, in the notation of the tokenizer"
         )
     group.add_argument(
         "--max_length",
         type=int,
-        help="tokens at which an example is cut while heads are fitted (default: the longest example, up to the "
-        f"model's positions, or {LONGEST} tokens if it has no limit; passages {PASSAGE_LENGTH})",
+        help="number of tokens after which examples are cut (default: the length of the longest example, up to the "
+        f"number of positions of the model or, without this limit, {LONGEST}; {PASSAGE_LENGTH} for passages)",
     )
     group.add_argument(
         "--calibration_passages",
         action=argparse.BooleanOptionalAction,
-        help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, because "
-        "the new heads fit long text only if they are fitted to some (default: yes, for single texts)",
+        help="encoders: join half of the examples with the following ones to passages of at least 16 tokens. "
+        "Otherwise heads are not fitted to long texts (default: yes, for single texts)",
     )
     group.add_argument(
         "--fit_steps",
         type=int,
-        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
+        help="method calibrated: steps of Adam per attention after the closed form. 0 uses only the closed form "
         f"(default: {fit_steps})",
     )
 
 
 def add_audio_argument(group: argparse._ActionsContainer) -> None:
-    """Add the flag of a calibration on audio."""
+    """Add the flag for calibration audio."""
     group.add_argument(
         "--calibration_audio_dir",
         metavar="FOLDER",
-        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: PCM wav, and "
-        "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
-        f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
-        f"{MAX_AUDIO_LENGTH})",
+        help="Whisper: folder with recordings of the kind that the model is used for (PCM wav, and flac, mp3 and ogg "
+        "with the package soundfile), also in subfolders. Only the first window of each recording (30 s) is used. The "
+        "decoder reads the greedy output of the model. The defaults are --calibration_size "
+        f"{AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
     )
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Convert, print a summary, and return the `ConversionReport`.
+    """Convert the checkpoint, print a summary and return the `ConversionReport`.
 
     Raises:
-        ValueError, OSError: as for `convert_checkpoint`.
+        ValueError: if the arguments or the checkpoint are not valid, see `convert_checkpoint`.
+        OSError: if a file cannot be read or written.
     """
     from ..conversion.conversions import convert_checkpoint
     from ..hub.card import write_card
@@ -276,16 +303,17 @@ def main(args: argparse.Namespace) -> Any:
         report = convert_checkpoint(**options)
     print(report.summary(args.attention_errors))
     if write_card(Path(args.output_dir).expanduser()):
-        print(f"{CARD_NAME} is its model card; `attn-variants push` makes it anew, with the repository's name.")
-    print("To load it: from_pretrained(..., trust_remote_code=True), or `import hf_attn_variants` before it.")
+        print(f"{CARD_NAME} is the model card. `attn-variants push` updates it with the name of the repository.")
+    print("To load the model, use from_pretrained(..., trust_remote_code=True), or import hf_attn_variants first.")
     return report
 
 
 def check_convertible(args: argparse.Namespace) -> None:
-    """Check what `main` would check before it reads a weight.
+    """Run the checks of `main` that need no weights.
 
     Raises:
-        ValueError, OSError: as for `main`.
+        ValueError: as `main` does.
+        OSError: as `main` does.
     """
     from ..conversion.conversions import check_conversion
 
@@ -295,24 +323,24 @@ def check_convertible(args: argparse.Namespace) -> None:
 
 
 def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `convert_checkpoint`, with the examples that the command line names."""
+    """Return the arguments of `convert_checkpoint`, including the calibration examples."""
     if args.quick:
-        _be_quick(args)
+        _set_quick_defaults(args)
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
         options.pop(name)
     return options | {"calibration": read_calibration_arguments(args), "needs_method": True}
 
 
-def _be_quick(args: argparse.Namespace) -> None:
-    """Set what a quick conversion takes less of, where it is not given."""
+def _set_quick_defaults(args: argparse.Namespace) -> None:
+    """Set fewer examples and no fitting steps, unless the command line sets these values."""
     from ..conversion.request import METHODS
 
-    hears = args.calibration_audio_dir is not None
-    if not hears and args.calibration_file is None:
-        raise ValueError("--quick is of a calibration: give --calibration_file, or --calibration_audio_dir.")
+    is_audio = args.calibration_audio_dir is not None
+    if not is_audio and args.calibration_file is None:
+        raise ValueError("--quick requires a calibration. Give --calibration_file or --calibration_audio_dir.")
     if args.calibration_size is None:
-        args.calibration_size = QUICK_AUDIO_SIZE if hears else QUICK_SIZE
+        args.calibration_size = QUICK_AUDIO_SIZE if is_audio else QUICK_SIZE
     if args.fit_steps is None and (
         args.method is None or "fit_steps" in getattr(METHODS[args.method](), "options", ())
     ):
@@ -320,25 +348,41 @@ def _be_quick(args: argparse.Namespace) -> None:
 
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
-    """Read the calibration text, or find its audio, and draw the examples."""
+    """Read the calibration text or list the recordings, draw the examples and return them.
+
+    Returns:
+        The calibration, or None if the command line gives no text and no audio.
+
+    Raises:
+        ValueError: if options cannot be combined.
+        OSError: if a file cannot be read.
+    """
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..conversion.methods import CalibratedMethod
     from ..conversion.request import METHODS
 
-    given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
+    option_names = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     method = None if args.method is None else METHODS[args.method]()
-    if given and method is not None and not isinstance(method, CalibratedMethod):
-        raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
-    settings = {name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in given}
+    if option_names and method is not None and not isinstance(method, CalibratedMethod):
+        raise ValueError(
+            f"--{option_names[0]} cannot be combined with --method {args.method}, which uses no text. "
+            "Leave one of them out."
+        )
+    settings = {
+        name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
+    }
     if args.calibration_audio_dir is not None:
-        if of_text := [name for name in given if name not in AUDIO_OPTIONS]:
-            raise ValueError(f"--{of_text[0]} is for text, --calibration_audio_dir for audio: leave one out.")
+        if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
+            raise ValueError(
+                f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir. "
+                "Leave one of them out."
+            )
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
         )
     if args.calibration_file is None:
-        if given:
-            raise ValueError(f"--{given[0]} needs --calibration_file.")
+        if option_names:
+            raise ValueError(f"--{option_names[0]} requires --calibration_file.")
         return None
     return read_calibration(
         args.calibration_file,

@@ -1,4 +1,4 @@
-"""The command `attn-variants inspect`."""
+"""Command `attn-variants inspect`."""
 
 import argparse
 import json
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import MODEL_NAMES, CommandParser, add_checkpoint_argument, parse_with_checkpoint
 
-__all__ = ["main", "parse_args", "table_cells"]
+__all__ = ["cost_cells", "main", "parse_args"]
 
 EXAMPLE = """\
 examples:
@@ -18,64 +18,69 @@ examples:
       --num_beams 4 --memory 4GiB
   attn-variants inspect ./bert-gqa4 --details
 
-Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
-neither number of heads divides the other, or heads have parameters of their own."""
+The command reads only config.json. A row with * is the unchanged checkpoint. A row with - cannot be reached by a
+conversion, because neither number of heads divides the other, or because heads have parameters of their own."""
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+CACHE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse the arguments of the command."""
     parser = CommandParser(
         prog="attn-variants inspect",
-        description="Show what a checkpoint costs with each possible number of key/value heads and with talking "
-        f"heads, and what a conversion would save, without loading weights. Checkpoints: {HOSTS}.",
+        description="Show the parameters, FLOPs and cache of a checkpoint for each possible number of key/value heads "
+        f"and with talking heads, without loading weights. Checkpoints: {MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences per batch (default: %(default)s)")
     parser.add_argument(
         "--length",
         type=int,
         default=512,
-        help="tokens attended to: an encoder's sequence, a decoder's cache (default: %(default)s)",
+        help="number of tokens that are attended to: the sequence of an encoder, the cache of a decoder (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--source_length",
         type=int,
-        help="encoder-decoders: tokens that the encoder reads (default: --length; Whisper: its window)",
+        help="encoder-decoders: number of tokens that the encoder reads (default: --length; Whisper: its window)",
     )
     parser.add_argument(
         "--num_beams",
         type=int,
         default=1,
-        help="of a model with a cache: beams of each sequence's search; the first row is transformers' own class then "
-        "and keeps the source for each beam (default: %(default)s)",
+        help="beams per sequence, for a model with a cache. The first row is then the class of Transformers, which "
+        "stores the encoder keys and values for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
-        type=_memory,
+        type=_parse_memory,
         metavar="SIZE",
-        help="of a model with a cache: show the largest batch that fits into this beside the weights: 4GiB, 800MiB",
+        help="for a model with a cache: show the largest batch that fits into this memory together with the weights "
+        "(for example 4GiB or 800MiB)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument(
+        "--dtype", choices=CACHE_DTYPES, help="type of weights and cache (default: as in the checkpoint)"
+    )
     parser.add_argument(
         "--details",
         action="store_true",
-        help="also show the parameters in attention, FLOPs a token, and what a token costs in each cache",
+        help="also show the attention parameters, the FLOPs per token, and the size of each cache per token",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, which has all of it")
+    parser.add_argument("--json", action="store_true", help="print JSON with all values instead of a table")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Print the table and return it (a `CostTable`).
+    """Print the table and return the `CostTable`.
 
     Raises:
-        ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
+        ValueError: if the architecture is not supported.
+        OSError: if the configuration cannot be read.
     """
     from ..inspection.costs import cost_table, read_checkpoint_config
     from ..inspection.tables import print_table, print_text
@@ -94,121 +99,124 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    header, rows = table_cells(table, args.details)
-    title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
+    header, rows = cost_cells(table, args.details)
+    title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_format_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
     print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
-    for note in _notes(table, args.details):
+    for note in _list_notes(table, args.details):
         print_text(note)
     return table
 
 
-def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Return a `CostTable` as text: the header, and the cells of each row.
+def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a `CostTable` as text.
+
+    If the number of beams is larger than one, the first row is the class of Transformers, because its cache is larger.
 
     Args:
         table: the table.
-        details: all that was counted; without it the parameters, the whole cache, and what is saved of that (of the
-            weights where there is no cache).
-
-    With beams transformers' own class has the first row, for it keeps more.
+        details: whether to show all values. Otherwise the columns are the parameters, the cache and the saved cache
+            (for models without a cache, the saved weights).
     """
-    now, kept = table.current, table.kv_cache_bytes_as_it_is
-    stacks = list(now.flops_per_token) if details else []
-    sites = list(now.kv_cache_bytes_per_token or ()) if details else []
-    has_cache = now.kv_cache_bytes is not None
+    current, current_cache = table.current, table.current_kv_cache_bytes
+    parts = list(current.flops_per_token) if details else []
+    caches = list(current.kv_cache_bytes_per_token or ()) if details else []
+    has_cache = current.kv_cache_bytes is not None
     header = ["variant", "parameters"] + ["in attention"] * details
     header += ["saved weights"] * (details or not has_cache)
-    header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
-    header += [f"cache a token ({site})" for site in sites] + ["cache", "saved cache"] * has_cache
+    header += [f"MFLOP per token{f' ({part})' if len(parts) > 1 else ''}" for part in parts]
+    header += [f"cache per token ({name})" for name in caches] + ["cache", "saved cache"] * has_cache
     header += ["largest batch"] * (has_cache and table.memory is not None)
-    rows, upstreams = [], _upstream_row(table)
-    for row in table.rows if upstreams is None else (upstreams, *table.rows):
-        saved, is_as_it_is = table.savings(row), row.current if upstreams is None else row is upstreams
-        cells = [f"{row.name}{' *' if is_as_it_is else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
+    rows, upstream = [], _make_upstream_row(table)
+    for row in table.rows if upstream is None else (upstream, *table.rows):
+        saved, is_unchanged = table.savings(row), row.current if upstream is None else row is upstream
+        cells = [f"{row.name}{' *' if is_unchanged else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
         if details:
             cells.append(f"{row.attention_parameters:,}")
         if details or not has_cache:
-            cells.append(_saved(saved["weight_bytes"]))
-        cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
-        cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in sites]
+            cells.append(_format_saving(saved["weight_bytes"]))
+        cells += [f"{row.flops_per_token[part] / 1e6:,.2f}" for part in parts]
+        cells += [_format_bytes(row.kv_cache_bytes_per_token[name]) for name in caches]
         if has_cache:
-            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], kept)]
+            cells += [_format_bytes(row.kv_cache_bytes), _format_saving(saved["kv_cache_bytes"], current_cache)]
             cells += [] if table.memory is None else [f"{row.largest_batch:,}"]
         rows.append(cells)
     return header, rows
 
 
-def _upstream_row(table: Any) -> Any:
-    """Return the row of transformers' own class, where it keeps more than this package's; else None."""
+def _make_upstream_row(table: Any) -> Any:
+    """Return the row of the class of Transformers if its cache is larger than the cache of this package, or None."""
     if table.upstream_kv_cache_bytes is None:
         return None
-    kept, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch
-    return replace(table.current, name="transformers", kv_cache_bytes=kept, largest_batch=largest)
+    cache, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch
+    return replace(table.current, name="transformers", kv_cache_bytes=cache, largest_batch=largest)
 
 
-def _sizes(table: Any) -> str:
+def _format_sizes(table: Any) -> str:
     text = f"batch {table.batch_size}, {table.length:,} tokens attended to"
     text += f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else ""
     return text + (f", {table.num_beams} beams" if table.num_beams > 1 else "")
 
 
-def _notes(table: Any, details: bool) -> list[str]:
-    notes = ["* the checkpoint as it is"] if any(row.current for row in table.rows) else []
+def _list_notes(table: Any, details: bool) -> list[str]:
+    notes = ["* the unchanged checkpoint"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
         notes.append(
-            "- no conversion leads there: neither number divides the other, or heads have parameters of their own"
+            "- cannot be reached by a conversion: neither number divides the other, or heads have parameters of their "
+            "own"
         )
     if details:
         notes.append(
-            "Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts."
+            "Parameters are those of the model, with tied parameters counted once. Files may contain more or fewer, "
+            "which `convert` counts."
         )
     if table.upstream_kv_cache_bytes is not None:
         notes.append(
-            "transformers' own class keeps the source for each beam, this package's once (but where heads talk in "
-            f"cross-attention). `share_memory` gives transformers' class the cache of {table.current.name}, without a "
-            "conversion."
+            "The class of Transformers stores the encoder keys and values for each beam, the class of this package "
+            "only once (except with talking heads in the cross-attention). `share_memory` gives the class of "
+            f"Transformers the cache of {table.current.name} without a conversion."
         )
     if table.memory is not None:
         notes.append(
-            f"largest batch: sequences whose cache fits into {_bytes(table.memory)} beside the weights; what a call "
-            "computes besides comes on top."
+            f"largest batch: number of sequences whose cache fits into {_format_bytes(table.memory)} together with "
+            "the weights. Activations need additional memory."
         )
-        notes += _nothing_fits(table)
+        notes += _explain_zero_batch(table)
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
-        notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
+        notes.append("There is no key/value cache, because memory-side dynamic projections need all past inputs.")
     elif table.current.kv_cache_bytes_per_token is None:
-        notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
+        notes.append("There is no key/value cache. A conversion saves parameters of an encoder, but hardly any time.")
     return notes
 
 
-def _nothing_fits(table: Any) -> list[str]:
-    """Say why a largest batch is 0, where one is."""
+def _explain_zero_batch(table: Any) -> list[str]:
+    """Return a note that explains why the largest batch is 0 in a row, if there is one."""
     weights = table.weight_bytes(table.current)
     if all(table.weight_bytes(row) > table.memory for row in table.rows):
-        return [f"The weights alone ({_bytes(weights)}) do not fit into {_bytes(table.memory)}."]
+        return [f"The weights ({_format_bytes(weights)}) do not fit into {_format_bytes(table.memory)}."]
     if any(row.largest_batch == 0 for row in table.rows):
-        return [f"0: the weights ({_bytes(weights)} as it is) leave too little for the cache of one sequence."]
+        weights_text = _format_bytes(weights)
+        return [f"0: the weights ({weights_text} unchanged) leave too little memory for the cache of one sequence."]
     return []
 
 
-def _memory(text: str) -> int:
-    """Return the bytes that a size says: a number, or one with a unit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"write a size as 4GiB, 800MiB or 4GB; got {text!r}")
-    number, unit = found.groups(default="B")
+def _parse_memory(text: str) -> int:
+    """Return the number of bytes of a text such as "800MiB"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"the size must be a number with a unit (4GiB, 800MiB, 4GB), got {text!r}.")
+    number, unit = match.groups(default="B")
     base = 1024 if "i" in unit else 1000
     return int(float(number) * base ** "BKMGT".index(unit[0]))
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     value, unit = float(count), 0
-    while value >= 1024 and unit < len(UNITS) - 1:
+    while value >= 1024 and unit < len(SIZE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    return f"{value:,.{0 if unit == 0 else 1}f} {UNITS[unit]}"
+    return f"{value:,.{0 if unit == 0 else 1}f} {SIZE_UNITS[unit]}"
 
 
-def _saved(saved: int, now: int = 0) -> str:
-    share = f" ({abs(saved) / now:.0%})" if now else ""
-    return f"{_bytes(abs(saved))}{' more' if saved < 0 else ''}{share}"
+def _format_saving(saved: int, current: int = 0) -> str:
+    share = f" ({abs(saved) / current:.0%})" if current else ""
+    return f"{_format_bytes(abs(saved))}{' more' if saved < 0 else ''}{share}"

@@ -1,13 +1,13 @@
-"""The command `attn-variants pretrain-t5`, and `scripts/pretrain_span_corruption.py`."""
+"""Command `attn-variants pretrain-t5`, also run by `scripts/pretrain_span_corruption.py`."""
 
 from ..training.pretraining.settings import SpanCorruptionSettings
 from .training import training_command
 
 __all__ = ["main", "make_parser", "parse_args"]
 
-DESCRIPTION = "Pretrain a T5 by span corruption, from scratch or from a checkpoint."
-EPILOG = """example (a small multi-query T5 from scratch, on gzip shards; an empty line
-separates their articles):
+DESCRIPTION = "Pretrain a T5 with span corruption, from scratch or from a checkpoint."
+EPILOG = """example (a small multi-query T5 from scratch, on gzip shards of text with an
+empty line between articles):
   %(prog)s --model_type t5 \\
       --tokenizer_name google-t5/t5-small --num_key_value_heads 1 \\
       --train_file wikipedia/train-*.txt.gz \\
@@ -18,14 +18,18 @@ separates their articles):
       --output_dir runs/t5 \\
       --config_overrides d_model=256,d_kv=32,d_ff=1024,num_layers=4,num_heads=8
 
-Text is read as a stream, tokenised and packed into blocks as training goes; a block becomes --max_length input tokens
-and, at the default noise, a quarter as many target tokens or fewer. Adafactor with steps in proportion to each
-parameter is T5's own optimiser: AdamW at one rate for all stays long at the frequencies of tokens, since T5's
-embeddings are large. --output_dir gets the model with its tokenizer, all_results.json, train_log.jsonl and
-training_curves.png. eval_loss is the mean over the target tokens in nats. At the end a gate says whether the model
-reads its context at all: the dev loss with the words of the inputs shuffled, and with attention zeroed, must each be
-0.3 nats worse; a young model that only knows how frequent tokens are fails it.
-An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
+Text is read as a stream, tokenized and packed into blocks during the training. A block has --max_length input tokens
+and, with the default noise, at most a quarter as many target tokens. Like T5, the example uses Adafactor with steps
+in proportion to each parameter. AdamW with one learning rate for all parameters learns little more than the
+frequencies of tokens for a long time, because the embeddings of T5 are large. --output_dir contains the model with
+its tokenizer, all_results.json, train_log.jsonl and training_curves.png. eval_loss is the mean over the target tokens
+in nats.
+
+At the end, a gate checks whether the model uses its context: the dev loss must increase by at least 0.3 nats if the
+words of the inputs are shuffled, and if attention is set to zero. A model that has learned only the frequencies of
+tokens fails.
+
+To continue an interrupted run, repeat the command with --resume_from_checkpoint latest."""
 
 make_parser, parse_args, main = training_command(
     SpanCorruptionSettings,

@@ -1,4 +1,4 @@
-"""The command `attn-variants push`, and `scripts/push_to_hub.py`."""
+"""Command `attn-variants push`, also run by `scripts/push_to_hub.py`."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,48 +10,48 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-example (--dry_run lists what would go up, and shows the card):
+example (--dry_run only lists the files and prints the model card):
   %(prog)s bert-gqa4 --repo_id me/bert-gqa4 --private \\
       --base_model google-bert/bert-base-uncased --license apache-2.0 --dry_run
 
-Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
+All files are pushed in one commit. If nothing has changed, a repeated push makes no commit."""
 
-MOST_TEXT_BYTES = 2**24  # of a card, or of notes for a card
-# The fields of `CardOptions`: what a generated card says.
+MOST_TEXT_BYTES = 2**24  # the limit for a card, and for the notes on a card
+# The flags that are fields of `CardOptions`.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse the arguments of the command."""
     parser = CommandParser(
         prog=program_name("push_to_hub.py"),
-        description="Push a checkpoint folder to the Hub: model, tokenizer, code files, generation config and a model "
-        "card that is filled from what was really run.",
+        description="Push a checkpoint folder to the Hub: the model, tokenizer, code files, generation configuration "
+        "and a model card, which is generated from the reports of conversions and trainings.",
         epilog=EXAMPLE,
     )
-    add_checkpoint_argument(parser, "the checkpoint folder")
-    parser.add_argument("--repo_id", help="user/name (default: the folder's name under your account)")
+    add_checkpoint_argument(parser, "checkpoint folder")
+    parser.add_argument("--repo_id", help="user/name (default: the name of the folder, under your account)")
     visibility = parser.add_mutually_exclusive_group()
-    visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
-    visibility.add_argument("--public", action="store_true", help="the repository must be, or is made, public")
-    parser.add_argument("--revision", help="branch, made where there is none (default: main)")
+    visibility.add_argument("--private", action="store_true", help="create or require a private repository")
+    visibility.add_argument("--public", action="store_true", help="create or require a public repository")
+    parser.add_argument("--revision", help="branch, which is created if it does not exist (default: main)")
     parser.add_argument(
-        "--commit_message", default="Upload model, tokenizer, code and model card", help="of the one commit"
+        "--commit_message", default="Upload model, tokenizer, code and model card", help="message of the commit"
     )
-    parser.add_argument("--dry_run", action="store_true", help="list what would go up, with the card, and stop")
-    parser.add_argument("--allow_pickle", action="store_true", help="upload pickled files too")
+    parser.add_argument("--dry_run", action="store_true", help="list the files, print the card, and push nothing")
+    parser.add_argument("--allow_pickle", action="store_true", help="also push pickle files")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    card = parser.add_argument_group("model card", "what it says beyond what lies in the folder")
-    card.add_argument("--card", help="a Markdown file to use as the card instead of a generated one")
-    card.add_argument("--save_card", help="write the card to this file as well")
+    card = parser.add_argument_group("model card", "information that is not in the files of the folder")
+    card.add_argument("--card", help="use this Markdown file as the card instead of a generated card")
+    card.add_argument("--save_card", help="also write the card to this file")
     card.add_argument("--overwrite_card", action="store_true", help="replace a README.md that was edited on the Hub")
-    card.add_argument("--title", help="the heading (default: the repository's name)")
-    card.add_argument("--base_model", help="Hub id of the model that it was made from")
-    card.add_argument("--license", help="the licence's id on the Hub (default: the source's)")
-    card.add_argument("--language", nargs="+", help="language codes (default: the source's)")
+    card.add_argument("--title", help="title (default: the name of the repository)")
+    card.add_argument("--base_model", help="Hub id of the base model")
+    card.add_argument("--license", help="id of the license on the Hub (default: the license of the base model)")
+    card.add_argument("--language", nargs="+", help="language codes (default: the languages of the base model)")
     card.add_argument("--datasets", nargs="+", help="Hub ids of the training data")
-    card.add_argument("--pipeline_tag", help="the task on the Hub (default: the architecture's)")
-    card.add_argument("--notes", help='a Markdown file for the section "Notes" of the card')
+    card.add_argument("--pipeline_tag", help="task on the Hub (default: the task of the architecture)")
+    card.add_argument("--notes", help='Markdown file for the section "Notes" of the card')
     card.add_argument(
         "--evaluations", help="JSON list of further scores, each with the fields of huggingface_hub.EvalResult"
     )
@@ -59,13 +59,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Push, or with --dry_run say what would be pushed.
+    """Push the checkpoint, or print the plan with --dry_run.
 
     Returns:
-        The `PushResult`, or with --dry_run the `PushPlan`.
+        The `PushResult`, or the `PushPlan` with --dry_run.
 
     Raises:
-        ValueError, OSError: as for `plan_push` and `push_checkpoint`.
+        ValueError: if the folder, the card or the repository is not valid, see `plan_push` and `push_checkpoint`.
+        OSError: if a file cannot be read, or the push fails.
     """
     from huggingface_hub import HfApi
 
@@ -74,11 +75,11 @@ def main(args: argparse.Namespace) -> Any:
     from ..hub.push import full_repo_id, plan_push, push_checkpoint
 
     evaluations = [] if args.evaluations is None else load_json(Path(args.evaluations).expanduser())
-    read: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
-    options = CardOptions(**{name: read.get(name, getattr(args, name)) for name in CARD_FLAGS})
+    file_values: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
+    options = CardOptions(**{name: file_values.get(name, getattr(args, name)) for name in CARD_FLAGS})
     folder = Path(args.model_name_or_path).expanduser()
-    if not folder.is_dir():  # before the Hub is asked for an account
-        raise FileNotFoundError(f"there is no checkpoint folder {args.model_name_or_path!r}.")
+    if not folder.is_dir():  # checked before any request to the Hub
+        raise FileNotFoundError(f"The checkpoint folder {args.model_name_or_path!r} does not exist.")
     api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:
@@ -88,14 +89,16 @@ def main(args: argparse.Namespace) -> Any:
         atomic_write(Path(args.save_card).expanduser(), plan.card)
     print(plan.summary())
     if args.dry_run:
-        print(f"\n{plan.card}\nDry run: nothing was sent.")
+        print(f"\n{plan.card}\nDry run: nothing was pushed.")
         return plan
     private = True if args.private else False if args.public else None
     result = push_checkpoint(plan, private, args.revision, args.commit_message, args.overwrite_card, api)
     for name in result.removed:
-        print(f"removed {name}, of an earlier push")
-    print(f"{'Pushed to' if result.changed else 'Nothing new for'} {result.url}, commit {result.commit}")
-    print(f'Load it by from_pretrained("{result.repo_id}", revision="{result.commit}", trust_remote_code=True)')
+        print(f"Removed {name}, which an earlier push had added")
+    print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")
+    print(
+        f'Load the model with from_pretrained("{result.repo_id}", revision="{result.commit}", trust_remote_code=True)'
+    )
     return result
 
 
@@ -107,4 +110,4 @@ def _read_text(path: str | None) -> str | None:
     try:
         return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text, got {error}.") from error
+        raise ValueError(f"{path} must be UTF-8 text ({error}). Save the file as UTF-8.") from error

@@ -1,4 +1,4 @@
-"""The command `attn-variants refresh`."""
+"""Command `attn-variants refresh`."""
 
 import argparse
 import inspect
@@ -13,52 +13,56 @@ from ..files import CARD_NAME, CONFIG_NAME, check_disk_space, check_output_dir, 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-examples (into a new folder; the same, and a push to the Hub in one commit):
+examples (write a new folder; also push it to the Hub in one commit):
   attn-variants refresh bert-gqa4 --output_dir bert-gqa4-new
   attn-variants refresh me/bert-gqa4 --output_dir bert-gqa4 --push_to_hub
 
-The command loads the model with the classes of this package and saves it with their code. It then compares the outputs
-of the model before and after on random inputs. It does not run the old code."""
-TOKENS = 8
-TOLERANCE = 1e-4  # relative to the largest output
+The command loads the model with the classes of the installed package and saves it with their code. It then compares
+the outputs of the model before and after on random inputs. It does not run the old code."""
+RANDOM_TOKENS = 8
+MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`; raise OSError if the output folder cannot be made."""
+    """Parse the arguments of the command.
+
+    Raises:
+        OSError: if the output folder cannot be created.
+    """
     parser = CommandParser(
         prog="attn-variants refresh",
-        description="Save a repository of this package with the code of the installed version, so that it loads under "
-        "newer versions of Transformers. Weights, tokenizer and all other files stay as they are.",
+        description="Save a repository of this package with the code of the installed version, so that newer versions "
+        "of Transformers can load it. The weights, the tokenizer and all other files do not change.",
         epilog=EXAMPLE,
     )
-    add_checkpoint_argument(parser, "the repository: a folder or a Hub id")
+    add_checkpoint_argument(parser, "folder or Hub id of the repository")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id to read")
+    parser.add_argument("--revision", help="branch, tag or commit of the Hub id to read")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    push = parser.add_argument_group("push", "to the main branch of a repository on the Hub, in one commit")
+    push = parser.add_argument_group("push", "push to the main branch of a repository on the Hub, in one commit")
     push.add_argument("--push_to_hub", action="store_true", help="push the new folder")
-    push.add_argument("--hub_model_id", help="user/name (default: the Hub id, or the new folder's name)")
+    push.add_argument("--hub_model_id", help="user/name (default: the Hub id, or the name of the new folder)")
     visibility = push.add_mutually_exclusive_group()
-    visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
-    visibility.add_argument("--public", action="store_true", help="the repository must be, or is made, public")
+    visibility.add_argument("--private", action="store_true", help="create or require a private repository")
+    visibility.add_argument("--public", action="store_true", help="create or require a public repository")
     args = parse_with_checkpoint(parser, argv)
     check_output_dir(args.output_dir)
     return args
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Refresh, and push if asked; return the `PushResult`, or without a push the new folder.
+    """Refresh the repository and push it if requested. Return the `PushResult`, or the new folder without a push.
 
     Raises:
-        ValueError: if the repository is not one of this package, or gives other outputs afterwards.
-        OSError: if a file is missing or cannot be written, or the Hub does not take the push.
+        ValueError: if the repository is not one of this package, or the outputs of the model change.
+        OSError: if a file is missing or cannot be written, or the push fails.
     """
     from ..conversion.checkpoint.source import local_folder, resolve_source
 
     output, folder = Path(args.output_dir).expanduser(), local_folder(args.model_name_or_path)
     source = resolve_source(args.model_name_or_path, args.revision, args.token)
     difference = _refresh(source, check_output_dir(output, source=source))
-    print(f"Wrote {output}\nThe largest difference between outputs before and after is {difference:.1g}.")
+    print(f"Wrote {output}\nThe largest difference between the outputs before and after is {difference:.1g}.")
     if not args.push_to_hub:
         return output
     from huggingface_hub import HfApi
@@ -71,29 +75,32 @@ def main(args: argparse.Namespace) -> Any:
     plan = plan_push(output, full_repo_id(name, api), card=text)
     private = True if args.private else False if args.public else None
     result = push_checkpoint(plan, private, commit_message="Refresh the code of hf_attn_variants", api=api)
-    print(f"{'Pushed to' if result.changed else 'Nothing new for'} {result.url}, commit {result.commit}")
+    print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")
     return result
 
 
 def _refresh(source: Path, output: Path) -> float:
-    """Write a repository with the current code; return the largest difference of outputs, relative to the largest."""
+    """Write the repository with the current code, and return the largest relative difference of the outputs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from ..conversion.checkpoint.source import read_config
     from ..conversion.checkpoint.tensor_files import open_checkpoint
-    from ..hub.card import refreshed_card
-    from ..hub.push import folder_files
+    from ..hub.card import refresh_card
+    from ..hub.push import list_folder_files
     from ..modeling.code_builder import file_names
     from ..registration import variant_model_class
 
     config = read_config(source)
     if not config["model_type"].startswith("attn_variant_") or not config.get("architectures"):
-        raise ValueError(f"{source} must be a repository of this package, got model type {config['model_type']!r}.")
+        raise ValueError(
+            f"{source} must be a repository of this package, got model type {config['model_type']!r}. "
+            "Convert the checkpoint first."
+        )
     model_class = variant_model_class(config["architectures"][0])
-    model = _loaded(model_class, source)
+    model = _load_model(model_class, source)
     with open_checkpoint(source) as reader:
         written = {CONFIG_NAME, CARD_NAME, *reader.files, *file_names()}
-    names = [name for name in folder_files(source)[0] if name not in written and "safetensors.index" not in name]
+    names = [name for name in list_folder_files(source)[0] if name not in written and "safetensors.index" not in name]
     check_disk_space(output, model.get_memory_footprint() + sum((source / name).stat().st_size for name in names))
     with staged_folder(output) as stage:
         for name in names:
@@ -102,23 +109,27 @@ def _refresh(source: Path, output: Path) -> float:
         model.save_pretrained(stage)
         if (source / CARD_NAME).is_file():
             text = (source / CARD_NAME).read_text(encoding="utf-8")
-            (stage / CARD_NAME).write_text(refreshed_card(text) or text, encoding="utf-8")
+            (stage / CARD_NAME).write_text(refresh_card(text) or text, encoding="utf-8")
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
-        after = _loaded(get_class_from_dynamic_module(remote, str(stage)), stage)
+        after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
         difference = _difference(model, after)
-        if not difference <= TOLERANCE:
-            raise ValueError(f"{source}: outputs differ by {difference:.1g} after the refresh. Nothing was written.")
+        if not difference <= MAX_DIFFERENCE:
+            raise ValueError(
+                f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
+            )
     return difference
 
 
-def _loaded(model_class: Any, folder: Path) -> Any:
+def _load_model(model_class: Any, folder: Path) -> Any:
     from ..conversion.checkpoint.models import reading_checkpoint
 
     with reading_checkpoint(folder) as path:
         options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, info = model_class.from_pretrained(path, **options)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-        raise ValueError(f"The weights in {folder} must be those of {model_class.__name__}, got {wrong[0]} wrong.")
+        raise ValueError(
+            f"The weights in {folder} must be those of {model_class.__name__}, but {wrong[0]} is missing or unknown."
+        )
     return model.eval()
 
 
@@ -128,10 +139,11 @@ def _difference(model: Any, other: Any) -> float:
 
     config, name, generator = model.config, type(model).__name__, torch.Generator().manual_seed(0)
     count = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
-    words = torch.tensor([each for each in range(count) if each not in (config.pad_token_id, config.eos_token_id)])
-    ids = words[torch.randint(len(words), (2, TOKENS), generator=generator)]
+    special_ids = (config.pad_token_id, config.eos_token_id)
+    words = torch.tensor([token_id for token_id in range(count) if token_id not in special_ids])
+    ids = words[torch.randint(len(words), (2, RANDOM_TOKENS), generator=generator)]
     if isinstance(config.eos_token_id, int):
-        ids[:, -1] = config.eos_token_id  # BART classifies by the state of its only end token
+        ids[:, -1] = config.eos_token_id  # BART classifies with the state of the end token, which must occur once
     inputs = {"input_ids": ids[None] if name.endswith("ForMultipleChoice") else ids}
     if model.main_input_name == "input_features":
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)

@@ -1,4 +1,4 @@
-"""The command `attn-variants visualize`, and `scripts/visualize_attention.py`."""
+"""Command `attn-variants visualize`, also run by `scripts/visualize_attention.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..files import check_output_dir
 __all__ = ["HTML_FILE", "main", "parse_args"]
 
 HTML_FILE = "attention_maps.html"
-MOST_TOKENS = 64  # their labels are readable
+MAX_DRAWN_TOKENS = 64  # the labels of more tokens would not be readable
 
 EXAMPLE = """\
 example:
@@ -25,38 +25,41 @@ example:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`.
+    """Parse the arguments of the command.
 
     Raises:
-        OSError: if the output folder cannot be made.
+        OSError: if the output folder cannot be created.
     """
     parser = CommandParser(
         prog=program_name("visualize_attention.py"),
-        description=f"Draw the attention of every head in one text into one page, {HTML_FILE}: before and after the "
-        "talking-heads projections, with the projections themselves.",
+        description=f"Draw the attention of every head for one text in a web page, {HTML_FILE}. The page shows the "
+        "weights before and after the talking-heads projections, and the projections themselves.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "folder or Hub id of a variant or of a model of Transformers")
-    parser.add_argument("--text", required=True, help="the input of the model")
+    parser.add_argument("--text", required=True, help="input of the model")
     parser.add_argument(
-        "--target_text", help="encoder-decoders: the input of the decoder (default: its greedy output)"
+        "--target_text", help="encoder-decoders: input of the decoder (default: the greedy output of the model)"
     )
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: the checkpoint's)")
-    parser.add_argument("--max_length", type=int, default=32, help=f"most tokens shown, up to {MOST_TOKENS}")
-    parser.add_argument("--layers", type=int, nargs="+", help="only these, counted from 0 (default: all)")
+    parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: that of the checkpoint)")
+    parser.add_argument(
+        "--max_length", type=int, default=32, help=f"largest number of tokens, up to {MAX_DRAWN_TOKENS}"
+    )
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to draw, counted from 0 (default: all)")
     args = parse_with_checkpoint(parser, argv)
-    if not 3 <= args.max_length <= MOST_TOKENS:
-        parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}")
+    if not 3 <= args.max_length <= MAX_DRAWN_TOKENS:
+        parser.error(f"--max_length must be between 3 and {MAX_DRAWN_TOKENS}, got {args.max_length}.")
     check_output_dir(args.output_dir)
     return args
 
 
 def main(args: argparse.Namespace) -> Path:
-    """Write the page, and return its path.
+    """Write the page and return its path.
 
     Raises:
-        ValueError, OSError: if a file cannot be read or written, or the model cannot be shown.
+        ValueError: if the model cannot be drawn, or a layer does not exist.
+        OSError: if a file cannot be read or written.
     """
     from ..files import staged_folder
     from ..inspection.attention_maps import attention_maps, attention_page
@@ -65,14 +68,14 @@ def main(args: argparse.Namespace) -> Path:
     maps = attention_maps(*_load(args), args.text, args.target_text, args.max_length)
     numbers = {attention.layer for attention in maps.attentions}
     if missing := sorted(set(args.layers or ()) - numbers):
-        raise ValueError(f"--layers: the model has layers 0 to {max(numbers)}, got {', '.join(map(str, missing))}.")
+        raise ValueError(f"--layers must be from 0 to {max(numbers)}, got {', '.join(map(str, missing))}.")
     shown = tuple(attention for attention in maps.attentions if attention.layer in (args.layers or numbers))
     with staged_folder(output_dir) as stage:
         page = attention_page(replace(maps, attentions=shown), Path(args.model_name_or_path).name)
         (stage / HTML_FILE).write_text(page, encoding="utf-8")
     if maps.is_cut:
-        print(f"The text was cut at {args.max_length} tokens (--max_length).")
-    print(f"{len(shown)} attentions drawn: open {output_dir / HTML_FILE} in a browser.")
+        print(f"The text was cut to {args.max_length} tokens (--max_length).")
+    print(f"Drew {len(shown)} attentions. Open {output_dir / HTML_FILE} in a browser.")
     return output_dir / HTML_FILE
 
 
@@ -84,7 +87,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..training.engine.settings import ModelSettings
     from ..training.engine.tokenizers import check_max_length, load_tokenizer
 
-    logging.set_verbosity_error()  # parts that attention does not need, such as a pooler, may be missing
+    logging.set_verbosity_error()  # parts that do not affect the attention, such as a pooler, may be missing
     settings = ModelSettings(model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name)
     config = load_config(settings)
     config_class = variant_config_class(config.model_type)

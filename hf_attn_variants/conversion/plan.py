@@ -14,6 +14,7 @@ from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
 from ..modeling.fields.field_table import FIELDS, row_of
+from ..modeling.fields.field_texts import FIELD_TEXTS
 from ..modeling.fields.given_fields import without_same_size
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
@@ -58,7 +59,9 @@ __all__ = [
 # Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of a source that no conversion can start from.
-UNCONVERTIBLE = {name: row.unconvertible for row in FIELDS if row.unconvertible for name in row.names}
+UNCONVERTIBLE = {
+    name: text for row in FIELDS for name in row.names if (text := FIELD_TEXTS[row.name].unconvertible) is not None
+}
 
 
 @dataclass(frozen=True)

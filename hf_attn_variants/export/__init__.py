@@ -1,1 +1,1 @@
-"""Checkpoints for those who run no code of ours: plain transformers, ONNX graphs, CTranslate2."""
+"""Export of checkpoints to formats that do not need this package: plain Transformers, ONNX and CTranslate2."""

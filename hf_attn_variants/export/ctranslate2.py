@@ -1,11 +1,11 @@
-"""A checkpoint as a CTranslate2 model, whose engine needs neither torch, transformers nor this package."""
+"""Export of a checkpoint to CTranslate2, an engine that needs neither torch, Transformers nor this package."""
 
 import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -20,62 +20,71 @@ from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_fold
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
-from .ctranslate2_check import Tokens, check_has_form, hearing_lines, model_tokens, unsaid_settings, writing_lines
-from .plain import source_model, travels_without_code, upstream_architecture
-
-if TYPE_CHECKING:  # its import needs CTranslate2
-    from .ctranslate2_check import Agreement
+from .ctranslate2_check import (
+    Agreement,
+    Tokens,
+    check_ctranslate2_support,
+    generate_greedily,
+    generate_with_ctranslate2,
+    make_random_inputs,
+    max_generated_tokens,
+    model_tokens,
+    translator_usage,
+    unsupported_settings,
+    whisper_usage,
+)
+from .plain import is_independent_of_code, source_model, upstream_architecture
 
 __all__ = ["CTranslate2Export", "export_ctranslate2"]
 
 FLOAT32 = "float32"
-# An element of a weight; of others, which are quantised to eight bits, one.
-BYTES = {FLOAT32: 4, "float16": 2, "bfloat16": 2, "int16": 2}
+# The bytes per weight of a quantization. The others, of eight bits, need one byte.
+BYTES_PER_WEIGHT = {FLOAT32: 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @dataclass(frozen=True)
 class CTranslate2Export:
-    """What was written.
+    """The result of `export_ctranslate2`.
 
     Args:
-        output_dir: where.
-        architecture: upstream's class of the model.
-        quantization: of the weights, by CTranslate2's name.
-        heads: of each field of key/value heads the query heads and the key/value heads, a list where layers differ.
-        agreement: how far CTranslate2 writes what the model does, for random inputs.
-        usage: a few lines of Python that use it.
-        unsaid: settings of generation that neither the files nor those lines say.
+        output_dir: The output folder.
+        architecture: The name of the Transformers class of the model.
+        quantization: The quantization of the weights, named as in CTranslate2.
+        heads: {key/value head field: (query heads, key/value heads)}. The latter is a list if layers differ.
+        agreement: The comparison of the outputs of CTranslate2 and of the model for random inputs.
+        usage: Python code that uses the exported model.
+        unsaid: The generation settings that are neither in the exported files nor in `usage`.
     """
 
     output_dir: str
     architecture: str
     quantization: str
     heads: dict[str, tuple[int, Any]]
-    agreement: "Agreement"
+    agreement: Agreement
     usage: str
     unsaid: dict[str, Any]
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: a {self.architecture} for CTranslate2, {self.quantization}"]
         lines += [f"  {name:<27} {count} of {query}" for name, (query, count) in self.heads.items()]
-        lines += self._read_back()
+        lines += self._comparison_lines()
         if self.unsaid:
-            said = ", ".join(f"{name}={value!r}" for name, value in self.unsaid.items())
-            lines.append(f"  {'not said to CTranslate2':<27} {said} (generation_config.json)")
-        return "\n".join([*lines, "It is used so:", *(f"  {line}" for line in self.usage.splitlines())])
+            settings = ", ".join(f"{name}={value!r}" for name, value in self.unsaid.items())
+            lines.append(f"  {'settings not exported':<27} {settings} (generation_config.json)")
+        return "\n".join([*lines, "Use it as follows:", *(f"  {line}" for line in self.usage.splitlines())])
 
-    def _read_back(self) -> list[str]:
-        """Return what CTranslate2 wrote beside the model's own, and of rounded weights what that means."""
-        found, label = self.agreement, f"  {'read back':<27}"
-        tokens = f"{found.same_tokens} of {found.tokens}"
+    def _comparison_lines(self) -> list[str]:
+        """Return lines that compare the greedy outputs of CTranslate2 with those of the model."""
+        agreement, label = self.agreement, f"  {'comparison':<27}"
+        tokens = f"{agreement.same_tokens} of {agreement.tokens}"
         if self.quantization == FLOAT32:
-            return [f"{label} {tokens} greedy tokens of {found.inputs} inputs are the model's"]
+            return [f"{label} {tokens} greedy tokens for {agreement.inputs} inputs equal those of the model"]
         return [
-            f"{label} {found.same} of {found.inputs} greedy outputs are the model's; before the first other "
-            f"token come {tokens}",
-            f"  {'':<27} {self.quantization} rounds, so some differ, and these inputs are random: check the "
-            "quality on your own data",
+            f"{label} {agreement.same} of {agreement.inputs} greedy outputs equal those of the model ({tokens} tokens "
+            "up to the first difference)",
+            f"  {'':<27} {self.quantization} rounds the weights, and these inputs are random: check the quality on "
+            "your own data",
         ]
 
 
@@ -88,120 +97,148 @@ def export_ctranslate2(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> CTranslate2Export:
-    """Write a checkpoint, ours or upstream's, as a CTranslate2 model with its tokenizer's files.
+    """Export a checkpoint of this package or of Transformers to CTranslate2, with its tokenizer files.
 
-    Key/value heads stay as few as they are, and maps of a latent are multiplied into keys and values. Before the
-    folder appears, CTranslate2 reads it and writes greedily what the model does.
+    Grouped key/value heads stay grouped, and latent projections are multiplied into the key and value projections.
+    The greedy outputs of CTranslate2 are compared with those of the model before the output folder appears.
 
     Args:
-        model_name_or_path: a checkpoint folder or a Hub id.
-        output_dir: a new or empty folder.
-        quantization: of the weights: "float32", "float16", "bfloat16", "int16", "int8", "int8_float32",
-            "int8_float16" or "int8_bfloat16".
-        allow_pickle, revision, token: as for `convert_checkpoint`.
+        model_name_or_path: A checkpoint folder or a Hub id.
+        output_dir: A new or empty folder.
+        quantization: The type of the weights: "float32", "int8" or another one of `QUANTIZATIONS`.
+        allow_pickle, revision, token: See `convert_checkpoint`.
 
     Raises:
-        ValueError: if CTranslate2 is missing, has no form for the model, or writes other tokens in float32; or for a
-            quantisation that it does not know.
-        OSError: if a file is missing, the tokenizer's among them, or cannot be written.
+        ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs are different.
+        OSError: If a file (of the tokenizer, for example) is missing or cannot be written.
+
+    Example:
+        >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
     _check_package()
-    from .ctranslate2_check import Agreement, drawn_inputs, greedy, read_back, written_tokens
     from .ctranslate2_specs import QUANTIZATIONS, model_specification
 
     if quantization not in QUANTIZATIONS:
-        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}.")
+        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
-    check_has_form(*source_model(config))
-    tokenizer = _tokenizer(folder)
+    check_ctranslate2_support(*source_model(config))
+    tokenizer = _load_tokenizer(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = _plan(config, reader.entries, folder / CONFIG_NAME)
+        plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
-        found, _ = side_files(folder, reader.files)
-        check_disk_space(output, BYTES.get(quantization, 1) * sum(each.numel for each in reader.entries.values()))
+        copied, _ = side_files(folder, reader.files)
+        _check_disk_space(output, reader.entries, quantization)
         tensors = converted_tensors(plan, reader, {})
     model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
-    inputs = drawn_inputs(model, tokenizer)
-    expected = greedy(model, inputs, tokens)  # before a quantisation changes the model's weights
-    spec = model_specification(model, tokens, _upstream_type(config))
+    inputs = make_random_inputs(model, tokenizer)
+    expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model
+    spec = model_specification(model, tokens, _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
-        copy_side_files(folder, stage, [name for name in found if travels_without_code(folder, name)])
-        write_class_names(stage, {**config, "model_type": _upstream_type(config)})
+        copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
+        write_class_names(stage, {**config, "model_type": _transformers_model_type(config)})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
-        found_tokens = read_back(stage, inputs, tokens, written_tokens(model, tokens), quantization)
-        agreement = Agreement.of(expected, found_tokens)
+        limit = max_generated_tokens(model, tokens)
+        agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
-    return _written(output_dir, model, tokens, quantization, agreement)
+    return _describe_export(output_dir, model, tokens, quantization, agreement)
 
 
 def _check_package() -> None:
+    """Raise `ValueError` if CTranslate2 is not installed."""
     if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("an export to CTranslate2 needs ctranslate2: `pip install ctranslate2`")
+        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    advice = ", of which CTranslate2's vocabulary is made."
+def _check_disk_space(output: Path, entries: Mapping[str, TensorEntry], quantization: str) -> None:
+    """Raise an error if the disk is too full for the weights of the export."""
+    num_weights = sum(entry.numel for entry in entries.values())
+    check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * num_weights)
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        OSError: If the checkpoint has no tokenizer.
+    """
+    advice = ", from which the vocabulary of CTranslate2 is made."
     if not any(path.name.endswith(TOKENIZER_FILES) for path in folder.iterdir()):
         raise FileNotFoundError(f"{folder} has no tokenizer files{advice}")
     return load_tokenizer_of(folder, advice)
 
 
-def _upstream_type(config: Mapping[str, Any]) -> str:
-    _, described = source_model(config)
-    named: str = config["model_type"]
-    return named if named in described.upstream_model_types else described.upstream_model_types[0]
+def _transformers_model_type(config: Mapping[str, Any]) -> str:
+    """Return the Transformers model type for a `config.json` of a variant or of a Transformers checkpoint."""
+    _, model_config = source_model(config)
+    model_type: str = config["model_type"]
+    types = model_config.upstream_model_types
+    return model_type if model_type in types else types[0]
 
 
-def _plan(config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_file: Path) -> ConversionPlan:
-    """Return the conversion to float32 and to keys and values that are made from no latent narrower than the input."""
-    model_class, described = source_model(config)
+def _plan_without_latents(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_file: Path
+) -> ConversionPlan:
+    """Return the plan of the conversion to float32 without latents that are narrower than the input."""
+    model_class, model_config = source_model(config)
     fields = {}
-    for name in used_fields(model_class, described):
-        ranks = values_by_layer(described, name) if name in described.rank_fields() else []
-        if any(rank not in (None, described.hidden_size) for rank in ranks):
-            fields[name] = described.hidden_size
+    for name in used_fields(model_class, model_config):
+        ranks = values_by_layer(model_config, name) if name in model_config.rank_fields() else []
+        if any(rank not in (None, model_config.hidden_size) for rank in ranks):
+            fields[name] = model_config.hidden_size
     return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
 
 
 def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    found = load_tokenizer_of(stage, ": the source's are of no use elsewhere.")
-    if found.get_vocab() != tokenizer.get_vocab():
-        raise ValueError("the tokenizer has other tokens once its files are copied: save it anew in the source.")
+    """Check that the copied tokenizer files make the same tokenizer.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    copy = load_tokenizer_of(stage, ": the copied tokenizer files are not sufficient.")
+    if copy.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            "The copied tokenizer has other tokens than the original one. Save the original with "
+            "`save_pretrained` first."
+        )
 
 
-def _check_agreement(agreement: "Agreement", tokens: Tokens, quantization: str) -> None:
-    """Raise ValueError where weights that are not rounded write other tokens than the model."""
+def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:
+    """Raise `ValueError` if CTranslate2 generates other tokens than the model with float32 weights."""
     if quantization != FLOAT32 or agreement.first is None:
         return
-    number, place, *pair = agreement.first
-    one, other = (repr(tokens.vocabulary[each]) if each >= 0 else "nothing" for each in pair)
+    number, position, *pair = agreement.first
+    expected, actual = (repr(tokens.vocabulary[token]) if token >= 0 else "nothing" for token in pair)
     raise ValueError(
-        f"CTranslate2 writes other tokens than the model: {agreement.same} of {agreement.inputs} inputs have the "
-        f"model's, and of number {number + 1} token {place + 1} is {other}, the model's {one}."
+        f"CTranslate2 generates other tokens than the model for {agreement.inputs - agreement.same} of "
+        f"{agreement.inputs} inputs. Token {position + 1} of input {number + 1} must be {expected}, got {actual}."
     )
 
 
-def _written(
+def _describe_export(
     output_dir: str | os.PathLike,
     model: AttnVariantModelMixin,
     tokens: Tokens,
     quantization: str,
-    agreement: "Agreement",
+    agreement: Agreement,
 ) -> CTranslate2Export:
+    """Return the description of the export."""
     heads = {}
     for name in model.config.kv_heads_fields():
         counts = values_by_layer(model.config, name)
         heads[name] = model.config.query_heads(name), counts if len({*counts}) > 1 else getattr(model.config, name)
-    generation, hears = model.generation_config, model.main_input_name == "input_features"
-    said = (os.fspath(output_dir), tokens, generation, longest_input(model.config))
-    usage = hearing_lines(*said) if hears else writing_lines(*said, model.config.upstream_model_types[0])
+    generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
+    arguments = (os.fspath(output_dir), tokens, generation, longest_input(model.config))
+    if reads_audio:
+        usage = whisper_usage(*arguments)
+    else:
+        usage = translator_usage(*arguments, model.config.upstream_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
         upstream_architecture(type(model)),
@@ -209,5 +246,5 @@ def _written(
         heads,
         agreement,
         usage,
-        unsaid_settings(generation, hears),
+        unsupported_settings(generation, reads_audio),
     )

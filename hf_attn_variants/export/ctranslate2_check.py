@@ -1,4 +1,4 @@
-"""Models and tokens that CTranslate2 supports, a check of an export's output, and the lines of Python that use it."""
+"""Support of CTranslate2 for models and tokens, the comparison of its outputs, and example code for an export."""
 
 import logging
 import os
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ctranslate2
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -25,27 +24,27 @@ from .plain import upstream_architecture
 __all__ = [
     "ACTIVATIONS",
     "NO_TIMES",
-    "SPECIFIED",
+    "SUPPORTED_MODEL_TYPES",
     "TRANSCRIPT",
     "Agreement",
+    "GreedyOutput",
     "Tokens",
-    "Written",
-    "check_has_form",
-    "drawn_inputs",
-    "greedy",
-    "hearing_lines",
+    "check_ctranslate2_support",
+    "generate_greedily",
+    "generate_with_ctranslate2",
+    "make_random_inputs",
+    "max_generated_tokens",
     "model_tokens",
-    "read_back",
-    "unsaid_settings",
-    "writing_lines",
-    "written_tokens",
+    "translator_usage",
+    "unsupported_settings",
+    "whisper_usage",
 ]
 
 logger = logging.getLogger(__name__)
 
-# By upstream's `model_type`: the hosts that `ctranslate2_specs` knows.
-SPECIFIED = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
-# CTranslate2's activations by transformers' names, which are its own in small letters or others.
+# The Transformers model types that `ctranslate2_specs` supports.
+SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
+# {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
 ACTIVATIONS = {
     **{name.lower(): name for name in ("GELU", "RELU", "Sigmoid", "SWISH", "Tanh")},
     "gelu_fast": "GELUTanh",
@@ -57,56 +56,56 @@ ACTIVATIONS = {
 }
 
 
-def check_has_form(model_class: type, config: Any) -> None:
-    """Check that CTranslate2 computes what a model of a variant configuration does; no tensor is asked.
+def check_ctranslate2_support(model_class: type, config: Any) -> None:
+    """Check that CTranslate2 supports a model of this package, without reading its weights.
 
-    Heads may be any, in each layer. Latents are multiplied in. Every other field of the table has to be as in a model
-    without a variant.
+    Each layer may have any number of key/value heads, and latents are multiplied into the projections. Other variants
+    are not supported.
 
     Raises:
-        ValueError: if it does not; the message names the class, or the field.
+        ValueError: If the class, a field or an activation is not supported.
     """
-    name, host = upstream_architecture(model_class), config.upstream_model_types[0]
-    if host not in SPECIFIED or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
+    name, model_type = upstream_architecture(model_class), config.upstream_model_types[0]
+    if model_type not in SUPPORTED_MODEL_TYPES or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
         raise ValueError(
-            f"a {name} cannot be exported to CTranslate2: encoder-decoders that generate can, of "
-            f"{', '.join(SPECIFIED)}."
+            f"{name} cannot be exported to CTranslate2. Supported are encoder-decoders that generate, of the types "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     for field in fields_in_effect(config):
-        if row_of(field)[1].unknown_upstream:
+        if "not_in_transformers" in row_of(field)[1].facts:
             raise ValueError(
-                f"`{field}` is {getattr(config, field)!r}, which CTranslate2 cannot compute: of the variants it has "
-                "grouped heads only. Try `--to onnx`."
+                f"`{field}` is {getattr(config, field)!r}, but CTranslate2 supports only grouped heads. "
+                "Use `--to onnx`."
             )
-    activation = config.dense_act_fn if host in ("t5", "umt5") else config.activation_function
-    # A Whisper's encoder has no field of its own for it.
-    known = [each for each, form in ACTIVATIONS.items() if host != "whisper" or form == "GELU"]
-    if activation not in known:
+    activation = config.dense_act_fn if model_type in ("t5", "umt5") else config.activation_function
+    # The Whisper encoder of CTranslate2 always has the activation GELU.
+    supported = [name for name, form in ACTIVATIONS.items() if model_type != "whisper" or form == "GELU"]
+    if activation not in supported:
         raise ValueError(
-            f"the activation {activation!r} of a {name} has no form in CTranslate2: {', '.join(known)} have."
+            f"The activation of {name} must be one of {', '.join(supported)} in CTranslate2, got {activation!r}."
         )
     if not getattr(config, "share_encoder_decoder_embeddings", True):
         raise ValueError(
-            "`share_encoder_decoder_embeddings` is False: a model with two vocabularies cannot be exported."
+            "`share_encoder_decoder_embeddings` must be True, because two vocabularies are not supported in an export."
         )
 
 
-# Of a Whisper.
+# The special tokens of Whisper, and the distance of its timestamp tokens.
 TRANSCRIPT, NO_TIMES = "<|startoftranscript|>", "<|notimestamps|>"
-SECONDS_A_STEP = 0.02
+TIMESTAMP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a model, and those with a meaning.
+    """The vocabulary of a model and its special tokens.
 
     Args:
-        vocabulary: the text of each number, no two the same.
-        prompt: what the decoder reads before it writes: the start, and what generation is forced to begin with.
-        end: the end token.
-        unknown: the text of the unknown token.
-        never: what is never written.
-        never_first: what is not written first.
+        vocabulary: The text of each token id. All texts are different.
+        prompt: The ids that the decoder reads first: the start token and the forced first tokens.
+        end: The id of the end token.
+        unknown: The text of the unknown token.
+        never: The ids that are never generated.
+        never_first: The ids that are not generated as the first token.
     """
 
     vocabulary: list[str]
@@ -116,39 +115,49 @@ class Tokens:
     never: list[int]
     never_first: list[int]
 
-    def texts(self, numbers: list[int]) -> list[str]:
-        """Return the texts of tokens."""
-        return [self.vocabulary[number] for number in numbers]
+    def texts(self, ids: list[int]) -> list[str]:
+        """Return the texts of token ids."""
+        return [self.vocabulary[token] for token in ids]
 
 
 def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
-    """Return the tokens of an encoder-decoder.
+    """Return the vocabulary and the special tokens of an encoder-decoder.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        config: The configuration of the model.
+        generation: The generation config of the model.
 
     Raises:
-        ValueError: if the decoder has no start token, or not one end token, or a Whisper's tokenizer not its prompt.
+        ValueError: If there is no start token or not exactly one end token, or the tokenizer of a Whisper model has
+            not the tokens of its prompt.
     """
     start, ends = (_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
     for name, value in (("decoder_start_token_id", start), ("eos_token_id", ends[0])):
         if value is None or value >= config.vocab_size:
             raise ValueError(
-                f"`{name}` must be one of the {config.vocab_size} tokens; got {value}: set it in "
-                "generation_config.json (of a multilingual model it says the language)."
+                f"`{name}` must be one of the {config.vocab_size} token ids, got {value}. Set it in "
+                "generation_config.json. (In multilingual models, it selects the language.)"
             )
     if len(ends) > 1:
-        raise ValueError(f"`eos_token_id` must be one token: CTranslate2's configuration has one; got {ends}.")
-    hears = config.upstream_model_types[0] == "whisper"
-    vocabulary = _vocabulary(tokenizer, config.vocab_size, hears)
+        raise ValueError(
+            f"`eos_token_id` must be a single token for CTranslate2, got {ends}. Change generation_config.json."
+        )
+    is_whisper = config.upstream_model_types[0] == "whisper"
+    vocabulary = _vocabulary(tokenizer, config.vocab_size, is_whisper)
     prompt, never = [start], sorted(generation.suppress_tokens or [])
-    never_first = sorted(generation.begin_suppress_tokens or []) if hears else []
-    if hears:
+    never_first = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
+    if is_whisper:
         if missing := [token for token in (TRANSCRIPT, NO_TIMES) if token not in vocabulary]:
-            raise ValueError(f"the tokenizer of a Whisper must know {' and '.join(missing)}.")
+            raise ValueError(
+                f"The tokenizer of a Whisper model must have {' and '.join(missing)}. Use its original tokenizer."
+            )
         prompt = [vocabulary.index(TRANSCRIPT), vocabulary.index(NO_TIMES)]
     else:
-        # The end token among them is ignored by `generate`, too.
-        alone = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
-        never = sorted({*never, *alone})
+        # `generate` ignores the end token among the bad words too.
+        single_words = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
+        never = sorted({*never, *single_words})
         if generation.forced_bos_token_id is not None:
             prompt.append(generation.forced_bos_token_id)
     unknown = tokenizer.unk_token if tokenizer.unk_token in vocabulary else vocabulary[ends[0]]
@@ -156,37 +165,43 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
 
 
 def _setting(name: str, config: Any, generation: GenerationConfig) -> Any:
+    """Return a value of the generation config, or of the configuration if the former does not have it."""
     value = getattr(generation, name, None)
     return getattr(config, name, None) if value is None else value
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, hears: bool) -> list[str]:
-    """Return `size` texts, no two the same, each by its number; numbers that the tokenizer does not use get some."""
-    numbers = sorted({*tokenizer.get_vocab().values()})
-    if beyond := [number for number in numbers if number >= size]:
-        logger.warning("the model has %d tokens: the tokenizer's %d others are left out", size, len(beyond))
-    known = [number for number in numbers if number < size]
-    names: Any = tokenizer.convert_ids_to_tokens(known)
-    found: dict[int, str] = {}
-    taken: set[str] = set()
-    for number, name in zip(known, names, strict=True):
-        if name is not None and name not in taken:
-            found[number] = name
-            taken.add(name)
-    first = tokenizer.get_vocab().get(NO_TIMES, size) + 1 if hears else size
-    for number in range(size):
-        if number not in found:
-            name = f"<unused_{number}>" if number < first else f"<|{(number - first) * SECONDS_A_STEP:.2f}|>"
-            while name in taken:
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
+    """Return `size` different texts by token id. Ids that the tokenizer does not use get an artificial text."""
+    ids = sorted({*tokenizer.get_vocab().values()})
+    if surplus := [token for token in ids if token >= size]:
+        logger.warning(
+            "The vocabulary of the model has %d tokens. %d further tokens of the tokenizer are not exported.",
+            size,
+            len(surplus),
+        )
+    known_ids = [token for token in ids if token < size]
+    names: Any = tokenizer.convert_ids_to_tokens(known_ids)
+    texts: dict[int, str] = {}
+    used: set[str] = set()
+    for token, name in zip(known_ids, names, strict=True):
+        if name is not None and name not in used:
+            texts[token] = name
+            used.add(name)
+    first_timestamp = tokenizer.get_vocab().get(NO_TIMES, size) + 1 if is_whisper else size
+    for token in range(size):
+        if token not in texts:
+            seconds = (token - first_timestamp) * TIMESTAMP_SECONDS
+            name = f"<unused_{token}>" if token < first_timestamp else f"<|{seconds:.2f}|>"
+            while name in used:
                 name = f"_{name}"
-            found[number] = name
-            taken.add(name)
-    return [found[number] for number in range(size)]
+            texts[token] = name
+            used.add(name)
+    return [texts[token] for token in range(size)]
 
 
-# Settings of generation that are no option of a call: the file says them, or they change no token. Of the end of a
-# search CTranslate2 has a rule of its own (docs/export.md).
-NO_OPTIONS = {
+# Generation settings that need no option of `translate_batch`, because they are in the exported files or do not change
+# the output. CTranslate2 has its own rule for the end of a beam search (docs/export.md).
+SETTINGS_WITHOUT_OPTION = {
     "_from_model_config",
     "bad_words_ids",
     "bos_token_id",
@@ -194,14 +209,14 @@ NO_OPTIONS = {
     "early_stopping",
     "eos_token_id",
     "forced_bos_token_id",
-    "forced_eos_token_id",  # that of the last place, where CTranslate2 ends without one
+    "forced_eos_token_id",  # CTranslate2 ends at the length limit without this token
     "pad_token_id",
     "suppress_tokens",
     "transformers_version",
     "use_cache",
 }
-# What the others are called in `Translator.translate_batch`.
-OPTIONS = {
+# {generation setting: option of `Translator.translate_batch`}.
+TRANSLATOR_OPTIONS = {
     "num_beams": "beam_size",
     "length_penalty": "length_penalty",
     "repetition_penalty": "repetition_penalty",
@@ -211,16 +226,17 @@ OPTIONS = {
     "min_length": "min_decoding_length",
     "min_new_tokens": "min_decoding_length",
 }
-COUNT_THE_START = ("max_length", "min_length")
-# The same of a Whisper: its prompt, and what the file says.
-NO_HEARING_OPTIONS = {
+# The lengths that include the start token.
+LENGTHS_WITH_START = ("max_length", "min_length")
+# Generation settings that need no option of `Whisper.generate`: those of the prompt and of the exported files.
+WHISPER_SETTINGS_WITHOUT_OPTION = {
     "alignment_heads",
     "begin_suppress_tokens",
     "forced_decoder_ids",
     "is_multilingual",
     "lang_to_id",
     "language",
-    "max_initial_timestamp_index",  # of timestamps, which the prompt leaves out
+    "max_initial_timestamp_index",  # the prompt disables timestamps
     "max_length",
     "max_new_tokens",
     "median_filter_width",
@@ -229,28 +245,37 @@ NO_HEARING_OPTIONS = {
     "task",
     "task_to_id",
 }
-# What the others are called in `Whisper.generate`.
-HEARING_OPTIONS = {
-    name: OPTIONS[name] for name in ("num_beams", "length_penalty", "repetition_penalty", "no_repeat_ngram_size")
+# {generation setting: option of `Whisper.generate`}.
+WHISPER_OPTIONS = {
+    name: TRANSLATOR_OPTIONS[name]
+    for name in ("num_beams", "length_penalty", "repetition_penalty", "no_repeat_ngram_size")
 }
-# Tokens of a text that CTranslate2 writes at most where nothing is said.
-MOST_WRITTEN = 256
-# Decoders that are told the language by their first token.
-OF_MANY_LANGUAGES = ("m2m_100", "mbart")
+# The default of `max_decoding_length` in CTranslate2.
+DEFAULT_MAX_LENGTH = 256
+# The model types whose first generated token selects the language.
+MULTILINGUAL_MODEL_TYPES = ("m2m_100", "mbart")
 
 
-def writing_lines(
-    folder: str, tokens: Tokens, generation: GenerationConfig, places: int | None, model_type: str
+def translator_usage(
+    folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None, model_type: str
 ) -> str:
-    """Return lines that have a model of upstream's type write, whose decoder has so many places."""
-    found = _call_options(tokens, generation)
-    if places is not None and places <= MOST_WRITTEN:
-        found.setdefault("max_decoding_length", places - 1)
-    options = "".join(f", {name}={value!r}" for name, value in found.items())
+    """Return Python code that generates text with an exported model.
+
+    Args:
+        folder: The folder of the exported model.
+        tokens: The tokens of the model.
+        generation: The generation config of the model.
+        num_positions: The number of positions of the decoder, or None if it is not limited.
+        model_type: The Transformers model type.
+    """
+    call_options = _translator_options(tokens, generation)
+    if num_positions is not None and num_positions <= DEFAULT_MAX_LENGTH:
+        call_options.setdefault("max_decoding_length", num_positions - 1)
+    options = "".join(f", {name}={value!r}" for name, value in call_options.items())
     language = ""
-    if model_type in OF_MANY_LANGUAGES and tokens.prompt == [tokens.end]:
+    if model_type in MULTILINGUAL_MODEL_TYPES and tokens.prompt == [tokens.end]:
         language = """
-# Of several languages: set `tokenizer.src_lang`, and pass target_prefix=[["the target language's token"]]."""
+# For a multilingual model, set `tokenizer.src_lang` and pass target_prefix=[["<token of the target language>"]]."""
     return f"""\
 import ctranslate2, transformers
 translator = ctranslate2.Translator({folder!r})
@@ -260,91 +285,95 @@ source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def hearing_lines(folder: str, tokens: Tokens, generation: GenerationConfig, places: int | None) -> str:
-    """Return lines that have a Whisper transcribe, whose decoder has so many places."""
-    prompt, is_said = _hearing_prompt(tokens, generation)
-    found: dict[str, Any] = {"beam_size": 1} | _said(HEARING_OPTIONS, generation)
-    limits = [generation.max_new_tokens, *(each - len(prompt) for each in (generation.max_length, places) if each)]
-    if most := min(filter(None, limits), default=None):
-        found["max_length"] = 2 * max(1, most)  # it writes half as many tokens as it is told
-    options = "".join(f", {name}={value!r}" for name, value in found.items())
-    language = "" if is_said else f"  # {prompt[1]}: say which language is spoken"
+def whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None) -> str:
+    """Return Python code that transcribes audio with an exported Whisper model (see `translator_usage`)."""
+    prompt, has_language = _whisper_prompt(tokens, generation)
+    call_options: dict[str, Any] = {"beam_size": 1} | _call_options(WHISPER_OPTIONS, generation)
+    lengths = [length - len(prompt) for length in (generation.max_length, num_positions) if length]
+    if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
+        call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
+    options = "".join(f", {name}={value!r}" for name, value in call_options.items())
+    language = "" if has_language else f"  # replace {prompt[1]} by the spoken language"
     return f"""\
 import ctranslate2, numpy, transformers
 whisper = ctranslate2.models.Whisper({folder!r})
 processor = transformers.AutoProcessor.from_pretrained({folder!r})
-audio = numpy.zeros(16000, numpy.float32)  # yours: one channel, 16 kHz
+audio = numpy.zeros(16000, numpy.float32)  # your audio: one channel, 16 kHz
 features = processor(audio, sampling_rate=16000, return_tensors="np").input_features
 prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r}){language}
 [result] = whisper.generate(ctranslate2.StorageView.from_array(features), [prompt]{options})
 print(processor.decode(result.sequences_ids[0]))"""
 
 
-def _hearing_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
-    """Return a Whisper's prompt, and whether its language is known: said, or English for want of any other.
+def _whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
+    """Return the prompt of a Whisper model, and whether its language is set or the model has only English.
 
-    Where it is not, the prompt has English, or the first language that there is.
+    If the language is not set, the prompt has English, or the first language of a model without English.
     """
     languages = list(getattr(generation, "lang_to_id", None) or {})
     if not languages:
         return [TRANSCRIPT, NO_TIMES], True
-    said, task = (getattr(generation, name, None) for name in ("language", "task"))
-    said = str(said or "").lower()
-    # `generate` reads the older setting where neither of the others is there.
-    older = [] if said or task else getattr(generation, "forced_decoder_ids", None) or []
-    forced = [tokens.vocabulary[number] for _, number in older if number is not None]
-    named = [said, f"<|{TO_LANGUAGE_CODE.get(said, said)}|>", *forced]
-    language = next((each for each in named if each in languages), None)
+    setting, task = (getattr(generation, name, None) for name in ("language", "task"))
+    setting = str(setting or "").lower()
+    # `generate` reads the older setting only if neither of the newer ones is set.
+    forced_ids = [] if setting or task else getattr(generation, "forced_decoder_ids", None) or []
+    forced = [tokens.vocabulary[token] for _, token in forced_ids if token is not None]
+    candidates = [setting, f"<|{TO_LANGUAGE_CODE.get(setting, setting)}|>", *forced]
+    language = next((token for token in candidates if token in languages), None)
     task = task or ("translate" if "<|translate|>" in forced else "transcribe")
-    asked = [language or ("<|en|>" if "<|en|>" in languages else languages[0]), f"<|{task}|>"]
-    prompt = [TRANSCRIPT, *(each for each in asked if each in tokens.vocabulary), NO_TIMES]
-    return prompt, language is not None or asked[0] not in tokens.vocabulary
+    middle = [language or ("<|en|>" if "<|en|>" in languages else languages[0]), f"<|{task}|>"]
+    prompt = [TRANSCRIPT, *(token for token in middle if token in tokens.vocabulary), NO_TIMES]
+    return prompt, language is not None or middle[0] not in tokens.vocabulary
 
 
-def _call_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
-    """Return the options of `Translator.translate_batch` for one text that a model's generation settings mean."""
-    found: dict[str, Any] = {"beam_size": 1} | _said(OPTIONS, generation)
-    if several := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
-        found["suppress_sequences"] = [tokens.texts(words) for words in several]
+def _translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
+    """Return the options of `Translator.translate_batch` for one text that correspond to a generation config."""
+    options: dict[str, Any] = {"beam_size": 1} | _call_options(TRANSLATOR_OPTIONS, generation)
+    if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
+        options["suppress_sequences"] = [tokens.texts(words) for words in sequences]
     if forced := tokens.prompt[1:]:
-        found["target_prefix"] = [tokens.texts(forced)]
-    return found
+        options["target_prefix"] = [tokens.texts(forced)]
+    return options
 
 
-def _said(options: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
-    """Return the options of a call that some settings mean, by the call's names."""
-    said = generation.to_diff_dict()
+def _call_options(option_names: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
+    """Return the options of a call for the settings of a generation config.
+
+    Args:
+        option_names: {generation setting: option of the call}.
+        generation: The generation config.
+    """
+    settings = generation.to_diff_dict()
     return {
-        option: said[name] - 1 if name in COUNT_THE_START else said[name]
-        for name, option in options.items()
-        if said.get(name) is not None
+        option: settings[name] - 1 if name in LENGTHS_WITH_START else settings[name]
+        for name, option in option_names.items()
+        if settings.get(name) is not None
     }
 
 
-def unsaid_settings(generation: GenerationConfig, hears: bool) -> dict[str, Any]:
-    """Return the settings of a text's generation that neither the file nor the options above say."""
-    known = {*NO_OPTIONS, *OPTIONS}
-    if hears:
-        known = {*NO_OPTIONS, *NO_HEARING_OPTIONS, *HEARING_OPTIONS} - {"bad_words_ids", "forced_bos_token_id"}
+def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict[str, Any]:
+    """Return the generation settings that are neither in the exported files nor options of a CTranslate2 call."""
+    known = {*SETTINGS_WITHOUT_OPTION, *TRANSLATOR_OPTIONS}
+    if is_whisper:
+        known = {*SETTINGS_WITHOUT_OPTION, *WHISPER_SETTINGS_WITHOUT_OPTION, *WHISPER_OPTIONS}
+        known -= {"bad_words_ids", "forced_bos_token_id"}
     return {name: value for name, value in generation.to_diff_dict().items() if value and name not in known}
 
 
-# Tokens of each drawn text, and how many are written at most.
-LENGTHS, NEW_TOKENS = (3, 17, 9, 6), 24
-# Of a Whisper's noise.
-WINDOWS = 2
-# Between logits: two tokens nearer than this are a tie, which sums in another order may break otherwise.
+# The number of tokens of each random text, the largest number of generated tokens, and the number of noise windows.
+TEXT_LENGTHS, MAX_NEW_TOKENS, NUM_WINDOWS = (3, 17, 9, 6), 24, 2
+# Two tokens whose logits differ by less than this are a tie, which another order of summation may decide differently.
 TIE = 1e-3
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a model writes.
+class GreedyOutput:
+    """The greedy output of a model.
 
     Args:
-        tokens: of each input, to the end token where there is one.
-        second: what would have been written in the place of each token.
-        margins: by how much of a logit it was not.
+        tokens: The token ids of each input, up to the end token if there is one.
+        second: The second most likely token id at each position.
+        margins: The difference of the logits of the most likely and the second most likely token.
     """
 
     tokens: list[list[int]]
@@ -354,14 +383,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far CTranslate2 writes what the model does.
+    """The agreement of the greedy outputs of CTranslate2 and of the model.
 
     Args:
-        inputs: how many there were.
-        same: of how many all tokens are the same, or the first that is not is a tie.
-        tokens: how many the model writes.
-        same_tokens: how many of these come before the first other one.
-        first: where an input parts, (its number, the place, the model's token, CTranslate2's); None: nowhere.
+        inputs: The number of inputs.
+        same: The number of inputs whose tokens are all the same, or whose first difference is a tie.
+        tokens: The number of tokens that the model generates.
+        same_tokens: The number of these tokens before the first difference of each input.
+        first: The first difference that is not a tie, or None: the index of the input, the position, the token id of
+            the model and that of CTranslate2.
     """
 
     inputs: int
@@ -371,37 +401,36 @@ class Agreement:
     first: tuple[int, int, int, int] | None
 
     @staticmethod
-    def of(expected: Written, found: list[list[int]]) -> "Agreement":
-        """Compare token by token."""
+    def compare(expected: GreedyOutput, actual: list[list[int]]) -> "Agreement":
+        """Compare the output of the model with the token ids of CTranslate2."""
         same = same_tokens = 0
         first = None
-        for number, (row, other) in enumerate(zip(expected.tokens, found, strict=True)):
+        for number, (row, other) in enumerate(zip(expected.tokens, actual, strict=True)):
             pairs = zip(row, [*other, *[-1] * len(row)], strict=False)
-            parted = next((at for at, (one, two) in enumerate(pairs) if one != two), None)
-            is_tie = parted is not None and (
-                other[parted : parted + 1] == [expected.second[number][parted]]
-                and expected.margins[number][parted] < TIE
+            split = next((position for position, (one, two) in enumerate(pairs) if one != two), None)
+            is_tie = split is not None and (
+                other[split : split + 1] == [expected.second[number][split]] and expected.margins[number][split] < TIE
             )
-            same += parted is None or is_tie
-            same_tokens += len(row) if parted is None or is_tie else parted
-            if parted is not None and not is_tie and first is None:
-                first = number, parted, row[parted], other[parted] if parted < len(other) else -1
-        return Agreement(len(found), same, sum(map(len, expected.tokens)), same_tokens, first)
+            same += split is None or is_tie
+            same_tokens += len(row) if split is None or is_tie else split
+            if split is not None and not is_tie and first is None:
+                first = number, split, row[split], other[split] if split < len(other) else -1
+        return Agreement(len(actual), same, sum(map(len, expected.tokens)), same_tokens, first)
 
 
-def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """Return a batch of inputs, the same each time: texts of drawn tokens, padded on the right; a Whisper's noise."""
+def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+    """Return a batch of reproducible random inputs: right-padded texts, or noise for a Whisper model."""
     generator = torch.Generator().manual_seed(0)
     config: Any = model.config
     if model.main_input_name == "input_features":
-        shape = (WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
+        shape = (NUM_WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
     learned: Any = tokenizer.convert_tokens_to_ids(sorted(learned_tokens(tokenizer)))
-    learned = [number for number in learned if number < config.vocab_size]
-    drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in LENGTHS]
-    texts: Any = [tokenizer.decode([learned[at] for at in each]) for each in drawn]
-    places = longest_input(config)
-    rows = [tokenizer(text, truncation=places is not None, max_length=places)["input_ids"] for text in texts]
+    learned = [token for token in learned if token < config.vocab_size]
+    drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
+    texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]
+    limit = longest_input(config)
+    rows = [tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"] for text in texts]
     longest = max(map(len, rows))
     padding = config.pad_token_id or 0
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])
@@ -409,51 +438,66 @@ def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBas
     return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
 
-def written_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
-    """Return how many tokens are written at most: not more than the decoder has places for."""
-    places = longest_input(model.config)
-    return NEW_TOKENS if places is None else min(NEW_TOKENS, places - len(tokens.prompt))
+def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
+    """Return the largest number of tokens to generate, which the positions of the decoder limit."""
+    limit = longest_input(model.config)
+    return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(tokens.prompt))
 
 
 @torch.no_grad()
-def greedy(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Written:
-    """Return what a model writes greedily; at most `written_tokens`."""
+def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> GreedyOutput:
+    """Return the greedy output of a model with at most `max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
-    written = read = torch.tensor([tokens.prompt] * len(states[0]))
-    given = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
+    generated = read = torch.tensor([tokens.prompt] * len(states[0]))
+    arguments = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
     steps: list[Any] = []
     cache = None
-    for step in range(written_tokens(model, tokens)):
-        output = callable_model(decoder_input_ids=read, **given, **{cache_name(): cache})
+    for step in range(max_generated_tokens(model, tokens)):
+        output = callable_model(decoder_input_ids=read, **arguments, **{cache_name(): cache})
         cache, logits = cache_of(output), output.logits[:, -1]
         logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
         read = steps[-1].indices[:, :1]
-        written = torch.cat([written, read], 1)
-        if (written[:, len(tokens.prompt) :] == tokens.end).any(1).all():
+        generated = torch.cat([generated, read], 1)
+        if (generated[:, len(tokens.prompt) :] == tokens.end).any(1).all():
             break
-    rows: list[list[int]] = written[:, len(tokens.prompt) :].tolist()
+    rows: list[list[int]] = generated[:, len(tokens.prompt) :].tolist()
     lengths = [row.index(tokens.end) + 1 if tokens.end in row else len(row) for row in rows]
-    return Written(
+    return GreedyOutput(
         [row[:length] for row, length in zip(rows, lengths, strict=True)],
         torch.stack([step.indices[:, 1] for step in steps], 1).tolist(),
         torch.stack([step.values[:, 0] - step.values[:, 1] for step in steps], 1).tolist(),
     )
 
 
-def read_back(
-    folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, most: int, quantization: str
+def generate_with_ctranslate2(
+    folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, max_tokens: int, quantization: str
 ) -> list[list[int]]:
-    """Return what CTranslate2 writes greedily, on the CPU, at most so many tokens, the end token among them.
+    """Return the greedy outputs of an exported model on the CPU, with the end tokens.
 
-    Quantised weights are computed with as they are where this processor can, all others in float32.
+    Integer weights are computed without conversion if the processor supports it, and all others in float32.
+
+    Args:
+        folder: The folder of the exported model.
+        inputs: The result of `make_random_inputs`.
+        tokens: The tokens of the model.
+        max_tokens: The largest number of tokens to generate.
+        quantization: The type of the weights.
+
+    Returns:
+        The token ids of each input.
     """
-    wanted = {"int16": "int16"}.get(quantization, "int8_float32" if quantization.startswith("int8") else "float32")
-    compute_type = wanted if wanted in ctranslate2.get_supported_compute_types("cpu") else "float32"
+    import ctranslate2  # here, because the other functions do not need it
+
+    weight_type = {"int16": "int16"}.get(
+        quantization, "int8_float32" if quantization.startswith("int8") else "float32"
+    )
+    compute_type = weight_type if weight_type in ctranslate2.get_supported_compute_types("cpu") else "float32"
     options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
     if "input_features" in inputs:
-        return _heard(ctranslate2.models.Whisper(os.fspath(folder), **options), inputs["input_features"], tokens, most)
+        whisper = ctranslate2.models.Whisper(os.fspath(folder), **options)
+        return _transcribe(whisper, inputs["input_features"], tokens, max_tokens)
     rows = [
         tokens.texts(row[mask.bool()].tolist())
         for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
@@ -463,21 +507,23 @@ def read_back(
         rows,
         target_prefix=[prefix] * len(rows) if prefix else None,
         beam_size=1,
-        min_decoding_length=0,  # by default it writes one
-        max_decoding_length=most + len(prefix),
+        min_decoding_length=0,  # the default is 1
+        max_decoding_length=max_tokens + len(prefix),
         return_end_token=True,
     )
-    numbers = {text: number for number, text in enumerate(tokens.vocabulary)}
-    return [[numbers.get(text, -1) for text in each.hypotheses[0][len(prefix) :]] for each in results]
+    ids = {text: token for token, text in enumerate(tokens.vocabulary)}
+    return [[ids.get(text, -1) for text in result.hypotheses[0][len(prefix) :]] for result in results]
 
 
-def _heard(whisper: Any, features: torch.Tensor, tokens: Tokens, most: int) -> list[list[int]]:
-    # It writes half as many tokens as `max_length`.
+def _transcribe(whisper: Any, features: torch.Tensor, tokens: Tokens, max_tokens: int) -> list[list[int]]:
+    """Return the greedy outputs of a Whisper model, with the end tokens."""
+    import ctranslate2
+
     results = whisper.generate(
         ctranslate2.StorageView.from_array(np.ascontiguousarray(features.numpy())),
         [tokens.prompt] * len(features),
         beam_size=1,
-        max_length=2 * most,
+        max_length=2 * max_tokens,  # CTranslate2 generates half of `max_length`
     )
-    found = [list(each.sequences_ids[0]) for each in results]
-    return [[*row, tokens.end] if len(row) < most else row for row in found]
+    rows = [list(result.sequences_ids[0]) for result in results]
+    return [[*row, tokens.end] if len(row) < max_tokens else row for row in rows]

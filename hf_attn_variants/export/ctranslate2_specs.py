@@ -1,6 +1,7 @@
-"""What CTranslate2 calls a model: its specification, filled with the tensors of one of this package's models.
+"""CTranslate2 specifications that are filled with the tensors of models of this package.
 
-An attention has key/value heads of its own there (`num_heads_kv`), in each layer, in self- and cross-attention.
+In CTranslate2, each self-attention and cross-attention of each layer has its own number of key/value heads
+(`num_heads_kv`).
 """
 
 from collections.abc import Callable
@@ -17,53 +18,58 @@ from .ctranslate2_check import ACTIVATIONS, Tokens
 
 __all__ = ["QUANTIZATIONS", "model_specification"]
 
-# What a token that is never written has for a bias: every dtype knows the number, and no softmax sees the token.
-NEVER = -1e4
-# How the tables of positions begin: with rows for padding, which CTranslate2 has none of.
+# The bias of tokens that are never generated. All dtypes can represent it, and the softmax of it is 0.
+FORBIDDEN_BIAS = -1e4
+# The number of first rows of a position table that are for padding and do not exist in CTranslate2.
 PADDING_ROWS = {"bart": 2, "mbart": 2}
 QUANTIZATIONS: tuple[str, ...] = ACCEPTED_MODEL_TYPES
 TensorsByName = dict[str, torch.Tensor]
 
 
 def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
-    """Return the specification of a model with its vocabulary, whole.
+    """Return the complete specification of a model, with its vocabulary.
 
     Args:
-        model: an encoder-decoder of `SPECIFIED` that generates, in float32. Tensors are its own memory, and a
-            quantisation changes them.
-        tokens: its tokens.
-        model_type: upstream's, for config.json: by it transformers finds the tokenizer.
+        model: A float32 encoder-decoder of the `SUPPORTED_MODEL_TYPES` that generates. The specification shares the
+            memory of its tensors, so that a quantization changes them.
+        tokens: The tokens of the model.
+        model_type: The Transformers model type for the `config.json`, with which Transformers finds the tokenizer.
     """
     config: Any = model.config
-    host = config.upstream_model_types[0]
+    architecture = config.upstream_model_types[0]
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
-    make: Callable[[Any, TensorsByName, str], Any] = {"t5": _t5, "umt5": _t5, "whisper": _whisper}.get(host, _bart)
-    spec = make(config, tensors, host)
+    make: Callable[[Any, TensorsByName, str], Any] = {
+        "t5": _make_t5_spec,
+        "umt5": _make_t5_spec,
+        "whisper": _make_whisper_spec,
+    }.get(architecture, _make_bart_spec)
+    spec = make(config, tensors, architecture)
     for site, path, attention in model.named_attentions():
         layer = getattr(spec, site.stack_of(config)).layer[site.layer(config, path)]
         part = layer.attention if site.is_cross_attention else layer.self_attention
         part.num_heads_kv = np.int32(site.heads(config, path).key)
         query, key, value, output = (attention.get_submodule(name) for name in site.projections.values())
         groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
-        for linear, maps in zip(part.linear, (*groups, [output]), strict=True):
-            linear.weight = torch.cat([each.weight.detach() for each in maps])
-            if (bias := _joined_bias(maps)) is not None:
+        for linear, projections in zip(part.linear, (*groups, [output]), strict=True):
+            linear.weight = torch.cat([projection.weight.detach() for projection in projections])
+            if (bias := _joined_bias(projections)) is not None:
                 linear.bias = bias
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
-    if host == "whisper":
-        _name_whispers_tokens(spec, tokens, config, model.generation_config)
+    if architecture == "whisper":
+        _register_whisper_tokens(spec, tokens, config, model.generation_config)
     else:
         bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
-        bias[tokens.never] = NEVER
+        bias[tokens.never] = FORBIDDEN_BIAS
         if bias.any():
             spec.decoder.projection.bias = bias
-        _name_tokens(spec, tokens)
+        _register_tokens(spec, tokens)
     spec.config.add_attribute("model_type", model_type)
     spec.validate()
     return spec
 
 
-def _name_tokens(spec: Any, tokens: Tokens) -> None:
+def _register_tokens(spec: Any, tokens: Tokens) -> None:
+    """Set the vocabulary and the special tokens of a specification."""
     spec.register_source_vocabulary(tokens.vocabulary)
     spec.register_target_vocabulary(tokens.vocabulary)
     start, end = tokens.texts([tokens.prompt[0], tokens.end])
@@ -71,27 +77,34 @@ def _name_tokens(spec: Any, tokens: Tokens) -> None:
     spec.config.eos_token, spec.config.unk_token = end, tokens.unknown
 
 
-def _name_whispers_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
+def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
+    """Set the vocabulary, the forbidden tokens, the languages and the alignment heads of a Whisper specification."""
     spec.register_vocabulary(tokens.vocabulary)
     spec.config.suppress_ids, spec.config.suppress_ids_begin = tokens.never, tokens.never_first
     spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
     heads = getattr(generation, "alignment_heads", None)
-    # Where nobody has said which heads follow the sound: all of the upper half, as CTranslate2's own converter has it.
+    # The default is all heads of the upper half of the layers, as in the converter of CTranslate2.
     upper = range(config.decoder_layers // 2, config.decoder_layers)
     spec.config.alignment_heads = heads or [*map(list, product(upper, range(config.decoder_attention_heads)))]
 
 
-def _joined_bias(maps: list[Any]) -> torch.Tensor | None:
-    """Return the biases of linear maps one after the other; zeros for one without (Whisper's keys have none)."""
-    if all(each.bias is None for each in maps):
+def _joined_bias(linears: list[Any]) -> torch.Tensor | None:
+    """Return the concatenated biases of linear layers, or None if no layer has a bias.
+
+    The bias of a layer without bias (the key projection of Whisper) is 0.
+    """
+    if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(
-        [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias.detach() for each in maps]
+        [
+            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
     )
 
 
-def _t5(config: Any, tensors: TensorsByName, host: str) -> Any:
-    """T5, mT5 and UMT5."""
+def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a T5, mT5 or UMT5 model, without attention projections."""
     options: dict[str, Any] = {
         "activation": getattr(Activation, ACTIVATIONS[config.dense_act_fn]),
         "ffn_glu": config.is_gated_act,
@@ -112,18 +125,18 @@ def _t5(config: Any, tensors: TensorsByName, host: str) -> Any:
         stack.layer_norm.gamma = tensors[f"{name}.final_layer_norm.weight"]
         for number, layer in enumerate(stack.layer):
             parts = [layer.self_attention, *([layer.attention] if name == "decoder" else []), layer.ffn]
-            for at, part in enumerate(parts):
-                part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{at}.layer_norm.weight"]
+            for index, part in enumerate(parts):
+                part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{index}.layer_norm.weight"]
             inner = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
             first, gate = ("wi_0", "wi_1") if config.is_gated_act else ("wi", None)
             layer.ffn.linear_0.weight, layer.ffn.linear_1.weight = (
-                tensors[f"{inner}.{at}.weight"] for at in (first, "wo")
+                tensors[f"{inner}.{linear}.weight"] for linear in (first, "wo")
             )
             if gate is not None:
                 layer.ffn.linear_0_noact.weight = tensors[f"{inner}.{gate}.weight"]
-            # T5's layers share the first one's positions; UMT5's have their own.
-            own = number if host == "umt5" else 0
-            positions = f"{name}.block.{own}.layer.0.SelfAttention.relative_attention_bias.weight"
+            # The layers of T5 share the relative positions of the first layer. Each layer of UMT5 has its own.
+            positions_layer = number if architecture == "umt5" else 0
+            positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
             layer.self_attention.relative_attention_bias = tensors[positions]
             layer.self_attention.relative_attention_max_distance = np.int32(config.relative_attention_max_distance)
             for part in parts[:-1]:
@@ -131,10 +144,10 @@ def _t5(config: Any, tensors: TensorsByName, host: str) -> Any:
     return spec
 
 
-def _bart(config: Any, tensors: TensorsByName, host: str) -> Any:
-    """BART, mBART, Marian, M2M100 and PEGASUS."""
+def _make_bart_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a BART, mBART, Marian, M2M100 or PEGASUS model, without attention projections."""
     options: dict[str, Any] = {
-        # Whoever normalises before an attention normalises once more at the end.
+        # Models with normalization before the attention have a final norm.
         "pre_norm": "model.encoder.layer_norm.weight" in tensors,
         "layernorm_embedding": "model.encoder.layernorm_embedding.weight" in tensors,
         "activation": getattr(Activation, ACTIVATIONS[config.activation_function]),
@@ -147,10 +160,10 @@ def _bart(config: Any, tensors: TensorsByName, host: str) -> Any:
     for name, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
         scale = float(config.d_model**0.5) if config.scale_embedding else False
         _set_embeddings(stack, tensors[f"model.{name}.embed_tokens.weight"], scale)
-        if host == "m2m_100":
+        if architecture == "m2m_100":
             table, padding = tensors[f"model.{name}.embed_positions.weights"], config.pad_token_id + 1
         else:
-            table, padding = tensors[f"model.{name}.embed_positions.weight"], PADDING_ROWS.get(host, 0)
+            table, padding = tensors[f"model.{name}.embed_positions.weight"], PADDING_ROWS.get(architecture, 0)
         stack.position_encodings.encodings = table[padding:]
         if options["layernorm_embedding"]:
             _set_norm(stack.layernorm_embedding, tensors, f"model.{name}.layernorm_embedding")
@@ -160,11 +173,11 @@ def _bart(config: Any, tensors: TensorsByName, host: str) -> Any:
     return spec
 
 
-def _whisper(config: Any, tensors: TensorsByName, host: str) -> Any:
-    """Whisper, whose encoder begins with two convolutions."""
+def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a Whisper model, without attention projections."""
     encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
     spec = WhisperSpec(config.encoder_layers, encoder_heads, config.decoder_layers, decoder_heads)
-    # Upstream's specification of it has no word for key/value heads; that of other models has, and the same parts.
+    # `WhisperSpec` does not support key/value heads, but the layers of the other specifications do and are the same.
     options: dict[str, Any] = {"activation": getattr(Activation, ACTIVATIONS[config.activation_function])}
     spec.encoder.layer = TransformerEncoderSpec(
         config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options
@@ -182,6 +195,7 @@ def _whisper(config: Any, tensors: TensorsByName, host: str) -> Any:
 
 
 def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
+    """Set the norms and feed-forward layers of the encoder or decoder with a name."""
     for number, layer in enumerate(stack.layer):
         base = f"{name}.layers.{number}"
         _set_norm(layer.self_attention.layer_norm, tensors, f"{base}.self_attn_layer_norm")
@@ -195,10 +209,11 @@ def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
 
 
 def _set_norm(norm: Any, tensors: TensorsByName, name: str) -> None:
+    """Set the weight and the bias of a layer norm."""
     norm.gamma, norm.beta = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
 
 
 def _set_embeddings(stack: Any, weight: torch.Tensor, scale: float | bool) -> None:
-    """Set the table of tokens and the factor of its rows; False: none."""
+    """Set the token embeddings and their factor. False means no factor."""
     embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
     embeddings.weight, stack.scale_embeddings = weight, scale

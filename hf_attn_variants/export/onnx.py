@@ -1,12 +1,13 @@
-"""A checkpoint as ONNX graphs, which ONNX Runtime runs without torch, transformers or this package.
+"""Export of a checkpoint to ONNX graphs, which ONNX Runtime runs without torch, Transformers or this package.
 
-The graphs that a model is exported as: what each computes, and its inputs by the names that optimum gives them.
+An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first call of the
+decoder, which fills both caches, and a decoding step, which reads the caches and one token. File names and input names
+are those of optimum.
 
-An encoder is one graph. An encoder-decoder is three: the encoder; the decoder's first call, which makes both caches;
-and a step, which takes them and one token. A cache is tensors by layer, `past_key_values.N.decoder.key` [b, k, n, d]
-in and `present.N.decoder.key` out, likewise `value`, and `encoder` in place of `decoder` for the cross-attention,
-whose cache a step only reads. Of a latent `key` holds the latent [b, 1, n, r], and there is no `value`; one that all
-layers share is layer 0's.
+A cache consists of tensors per layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
+`present.N.decoder.key` belong to the keys of the self-attention of layer N. `value` instead of `key` is for values,
+and `encoder` instead of `decoder` is for cross-attention, whose cache a step only reads. With latents, `key` holds the
+latents [b, 1, n, r], and there is no `value`. Latents that all layers share are those of layer 0.
 """
 
 import importlib.util
@@ -36,13 +37,14 @@ from ..modeling.mechanisms.talking_heads import dynamic_terms, keeps_cache
 from ..modeling.upstream import cache_name, cache_of
 from ..progress import progress_bar
 from ..registration import longest_input
-from .plain import source_model, travels_without_code, upstream_architecture, upstream_config
+from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
 
 __all__ = ["OPSETS", "Graph", "OnnxExport", "Sizes", "export_onnx", "model_graphs"]
 
-Tensors = dict[str, torch.Tensor]
+TensorDict = dict[str, torch.Tensor]
+# The names of the dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
-LENGTH, CHOICES = "sequence_length", "num_choices"
+SEQUENCE, CHOICES = "sequence_length", "num_choices"
 
 
 @dataclass(frozen=True)
@@ -60,77 +62,81 @@ class Graph:
     """One graph of a model.
 
     Args:
-        name: of its file, without the ending.
-        module: computes a dictionary of tensors from one.
-        inputs: makes example inputs of some sizes, by name.
-        axes: the sizes that vary, {input: {dimension: name}}.
-        longest: the largest value of an axis by its name; without one there is no limit.
+        name: The name of the file without extension.
+        module: A module that computes a dictionary of outputs from a dictionary of inputs.
+        inputs: A function that makes example inputs of some sizes, {name: tensor}.
+        axes: The variable dimensions, {input: {dimension: name}}.
+        longest: The largest size of a dimension, {name: size}. Other dimensions are not limited.
     """
 
     name: str
     module: nn.Module
-    inputs: Callable[[Sizes], Tensors]
+    inputs: Callable[[Sizes], TensorDict]
     axes: dict[str, dict[int, str]]
     longest: dict[str, int]
 
 
 def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
-    """Return the graphs of one of this package's models.
+    """Return the graphs of a model of this package.
 
     Raises:
-        ValueError: for a model that is neither an encoder nor an encoder-decoder that generates, or that keeps no
-            cache.
+        ValueError: If the model is neither an encoder nor an encoder-decoder that generates, or its decoder has no
+            cache of keys and values.
     """
     config, stacks = model.config, {site.stack_of(model.config) for site, _, _ in model.named_attentions()}
     longest = longest_input(config)
-    limits = {} if longest is None else {LENGTH: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
+    limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
         return [_encoder_graph(model, limits)]
     name = upstream_architecture(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
-            f"a {name} cannot be exported to ONNX: encoders can (with any head), and encoder-decoders that generate."
+            f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
+            "generate."
         )
     if not can_cache(config) or not keeps_cache(dynamic_terms(config, "cross_")):
         raise ValueError(
-            "`talking_heads_dynamic` m2l and m2w of a decoder cannot be exported to ONNX: they need inputs that its "
-            f"cache does not hold; got {sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}."
+            "`talking_heads_dynamic` of a decoder must not have m2l or m2w in an ONNX export, got "
+            f"{sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}. They need inputs that the cache "
+            "does not hold."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(
-            f"a decoder whose `attention_kernel` is {config.attention_kernel!r} keeps sums over all tokens, and a "
-            "step's graph takes keys and values. Kernels of encoders and of cross-attention can be exported."
+            f"`attention_kernel` of a decoder is not supported in an ONNX export, got {config.attention_kernel!r}. "
+            "Kernels of encoders and of cross-attention are supported."
         )
     return [_encoder_stack_graph(model, limits), *_decoder_graphs(model, limits)]
 
 
 class _Encoder(nn.Module):
+    """A module that runs a model or an encoder with a dictionary of inputs."""
+
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensors) -> Tensors:
-        """Return all tensors that the model returns, by upstream's names."""
+    def forward(self, inputs: TensorDict) -> TensorDict:
+        """Return all output tensors of the model, with the names of Transformers."""
         outputs = self.model(**inputs, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
 class _Decoder(nn.Module):
-    """The decoder of an encoder-decoder: its first call without a cache, a step with the tensors of one."""
+    """The decoder of an encoder-decoder: the first call without a cache, or a step with the tensors of a cache."""
 
     def __init__(self, model: PreTrainedModel, is_step: bool):
         super().__init__()
         self.model, self.is_step = model, is_step
 
-    def forward(self, inputs: Tensors) -> Tensors:
-        """Return the logits [b, n, vocabulary] and the caches: of a step, only that of the decoder's own tokens."""
+    def forward(self, inputs: TensorDict) -> TensorDict:
+        """Return the logits [b, n, vocabulary] and the cache tensors. A step returns only those of self-attention."""
         states: Any = inputs.get("encoder_hidden_states")
         cache = None
         if self.is_step:
-            own, memory = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
-            cache = EncoderDecoderCache(own, memory)
+            caches = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
+            cache = EncoderDecoderCache(*caches)
             batch, _, length, _ = inputs["past_key_values.0.encoder.key"].shape
-            # What the encoder said is in its cache; only the length is looked at.
+            # The cross-attention reads the cache, so that only the length of the encoder outputs matters.
             states = torch.zeros(batch, length, self.model.config.d_model)
         output = self.model(
             encoder_outputs=BaseModelOutput(states),
@@ -144,70 +150,79 @@ class _Decoder(nn.Module):
 
 
 def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    hears = model.main_input_name == "input_features"
+    """Return the graph of an encoder-only model."""
+    reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
-    names = ["input_features"] if hears else ["input_ids", "attention_mask"]
-    # RoBERTa takes token types and has one alone.
+    names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
+    # RoBERTa accepts token types, but has only one.
     if "token_type_ids" in inspect.signature(model.forward).parameters and model.config.type_vocab_size > 1:
         names.append("token_type_ids")
-    axes = {0: BATCH} if hears else {0: BATCH, 1: LENGTH}
+    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SEQUENCE}
     if has_choices:
-        axes = {0: BATCH, 1: CHOICES, 2: LENGTH}
+        axes = {0: BATCH, 1: CHOICES, 2: SEQUENCE}
 
-    def inputs(sizes: Sizes) -> Tensors:
+    def inputs(sizes: Sizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
-        made = _features(model, sizes) if hears else _text(model, *shape)
-        return {name: made[name] for name in names}
+        example = _features(model, sizes) if reads_audio else _text(model, *shape)
+        return {name: example[name] for name in names}
 
     return Graph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
 
 
 def _encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    hears = model.main_input_name == "input_features"
-    names = ["input_features"] if hears else ["input_ids", "attention_mask"]
-    axes = {0: BATCH} if hears else {0: BATCH, 1: SOURCE}
+    """Return the graph of the encoder of an encoder-decoder."""
+    reads_audio = model.main_input_name == "input_features"
+    names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
+    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
 
-    def inputs(sizes: Sizes) -> Tensors:
-        made = _features(model, sizes) if hears else _text(model, sizes.batch, sizes.source)
-        return {name: made[name] for name in names}
+    def inputs(sizes: Sizes) -> TensorDict:
+        example = _features(model, sizes) if reads_audio else _text(model, sizes.batch, sizes.source)
+        return {name: example[name] for name in names}
 
     return Graph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
 
 
 def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
-    hears = model.main_input_name == "input_features"
+    """Return the graphs of the first call of a decoder and of a step."""
+    reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
-    source = {0: BATCH} if hears else {0: BATCH, 1: SOURCE}
-    mask = {} if hears else {"encoder_attention_mask": source}
+    source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
+    mask = {} if reads_audio else {"encoder_attention_mask": source}
 
-    def first_inputs(sizes: Sizes) -> Tensors:
-        length = model.config.max_source_positions if hears else sizes.source
-        read, written = _text(model, sizes.batch, length), _text(model, sizes.batch, sizes.target)
+    def first_inputs(sizes: Sizes) -> TensorDict:
+        length = model.config.max_source_positions if reads_audio else sizes.source
+        source_text, target_text = _text(model, sizes.batch, length), _text(model, sizes.batch, sizes.target)
         states = torch.randn(sizes.batch, length, model.config.d_model, generator=_generator())
-        given = {"input_ids": written["input_ids"], "encoder_hidden_states": states}
-        return ({} if hears else {"encoder_attention_mask": read["attention_mask"]}) | given
+        inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
+        return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 
-    def step_inputs(sizes: Sizes) -> Tensors:
-        given = first_inputs(sizes)
-        made = {name.replace("present", "past_key_values"): each for name, each in first(given).items()}
-        del made["logits"], given["encoder_hidden_states"]
-        return given | {"input_ids": given["input_ids"][:, -1:]} | made
+    def step_inputs(sizes: Sizes) -> TensorDict:
+        inputs = first_inputs(sizes)
+        past = {name.replace("present", "past_key_values"): tensor for name, tensor in first(inputs).items()}
+        del past["logits"], inputs["encoder_hidden_states"]
+        return inputs | {"input_ids": inputs["input_ids"][:, -1:]} | past
 
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
-    own, memory = {0: BATCH, 2: PAST}, ({0: BATCH} if hears else {0: BATCH, 2: SOURCE})
-    cached = _cached(model.config, "decoder", "past_key_values"), _cached(model.config, "encoder", "past_key_values")
-    # Layer by layer, as the outputs: optimum fills the inputs of caches by their place, not by their name.
-    names: dict[str, Any] = {}
-    for of_own, of_memory in zip(*cached, strict=True):
-        names |= dict.fromkeys(of_own, own) | dict.fromkeys(of_memory, memory)
+    self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
+    names_by_layer = (_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
+    # The order is that of the outputs, because optimum passes cache inputs by position instead of by name.
+    cache_axes: dict[str, Any] = {}
+    for self_names, cross_names in zip(*names_by_layer, strict=True):
+        cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
     return [
         Graph("decoder_model", first, first_inputs, axes, limits),
-        Graph("decoder_with_past_model", step, step_inputs, mask | {"input_ids": {0: BATCH}} | names, limits),
+        Graph("decoder_with_past_model", step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
     ]
 
 
-def _cached(config: Any, part: str, prefix: str) -> list[list[str]]:
-    """Return the names of what the cache of "decoder" or "encoder" tokens holds, a list for each layer."""
+def _cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
+    """Return the names of the cache tensors of each layer.
+
+    Args:
+        config: The configuration of the model.
+        part: "decoder" for self-attention or "encoder" for cross-attention.
+        prefix: "past_key_values" for inputs or "present" for outputs.
+    """
     layers = config.layer_count("num_key_value_heads")
     kinds = []
     for layer in range(layers):
@@ -216,62 +231,66 @@ def _cached(config: Any, part: str, prefix: str) -> list[list[str]]:
         else:
             is_latent = part == "decoder" and config.layer_value("kv_lora_rank", layer) is not None
             kinds.append(["key"] if is_latent else ["key", "value"])
-    return [[f"{prefix}.{layer}.{part}.{kind}" for kind in each] for layer, each in enumerate(kinds)]
+    return [[f"{prefix}.{layer}.{part}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)]
 
 
-def _filled_cache(config: Any, part: str, inputs: Tensors) -> DynamicCache:
-    layers = [[inputs[name] for name in names] for names in _cached(config, part, "past_key_values") if names]
-    # A latent has values of no width.
-    return DynamicCache([(each[0], each[1] if len(each) > 1 else each[0][..., :0]) for each in layers])
+def _filled_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
+    """Return a Transformers cache with the cache tensors of the inputs (see `_cache_names`)."""
+    layers = [[inputs[name] for name in names] for names in _cache_names(config, part, "past_key_values") if names]
+    # A cache of latents has values of width 0.
+    return DynamicCache([(layer[0], layer[1] if len(layer) > 1 else layer[0][..., :0]) for layer in layers])
 
 
-def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> Tensors:
+def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
+    """Return {name: tensor} for a Transformers cache."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
-    names = [_cached(config, part, "present") for part in parts]
-    found = {}
-    for layer, by_part in enumerate(zip(*names, strict=True)):
-        for part, each in zip(parts, by_part, strict=True):
-            for name in each:
-                found[name] = getattr(caches[part].layers[layer], f"{name.rpartition('.')[2]}s")
-    return found
+    names = [_cache_names(config, part, "present") for part in parts]
+    tensors = {}
+    for layer, names_by_part in enumerate(zip(*names, strict=True)):
+        for part, part_names in zip(parts, names_by_part, strict=True):
+            for name in part_names:
+                tensors[name] = getattr(caches[part].layers[layer], f"{name.rpartition('.')[2]}s")
+    return tensors
 
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _text(model: PreTrainedModel, *shape: int) -> Tensors:
-    """Return random tokens, the last one of the first text padding."""
+def _text(model: PreTrainedModel, *shape: int) -> TensorDict:
+    """Return random text inputs. The last token of the first text is padding."""
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=_generator())
     mask = torch.ones(shape, dtype=torch.long)
     mask.view(-1, shape[-1])[0, 1:][-1:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "token_type_ids": torch.zeros_like(tokens)}
 
 
-def _features(model: PreTrainedModel, sizes: Sizes) -> Tensors:
+def _features(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
+    """Return random audio inputs."""
     shape = (sizes.batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
     return {"input_features": torch.randn(shape, generator=_generator())}
 
 
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
-# Older ones refuse some of these models or all of them (docs/compatibility.md).
-LEAST_TORCH = "2.10"
-# 23 has an operator for attention; 18 is the oldest that torch's exporter writes.
+REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+# Older releases cannot export some or all of these models (docs/compatibility.md).
+MIN_TORCH_VERSION = "2.10"
+# Opset 23 has an attention operator, and 18 is the oldest one that the exporter of torch supports.
 OPSETS = (18, 20, 23)
-EXPORTED, CHECKED = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
-# Of the largest output. Graphs agree to about 1e-6.
-TOLERANCE = 1e-3
+# The example sizes for the export and for the comparison.
+EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
+# The largest difference relative to the largest output. Typical differences are about 1e-6.
+MAX_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """What was written.
+    """The result of `export_onnx`.
 
     Args:
-        output_dir: where.
-        architecture: upstream's class of the model.
-        opset: of the graphs.
-        graphs: of each file the largest difference of ONNX Runtime's outputs to torch's, and its inputs' names.
+        output_dir: The output folder.
+        architecture: The name of the Transformers class of the model.
+        opset: The opset of the graphs.
+        graphs: {file: (largest difference between the outputs of ONNX Runtime and torch, names of the inputs)}.
     """
 
     output_dir: str
@@ -280,11 +299,11 @@ class OnnxExport:
     graphs: dict[str, tuple[float, list[str]]]
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: a {self.architecture} as ONNX graphs, opset {self.opset}"]
         for name, (error, inputs) in self.graphs.items():
             shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
-            lines.append(f"  {name:<29} within {error:.0e} of torch in ONNX Runtime; takes {shown}")
+            lines.append(f"  {name:<29} within {error:.0e} of torch; inputs: {shown}")
         return "\n".join(lines)
 
 
@@ -298,59 +317,67 @@ def export_onnx(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
-    """Write a checkpoint, ours or upstream's, as ONNX graphs in float32, by optimum's names (`onnx_graphs`).
+    """Export a checkpoint of this package or of Transformers to float32 ONNX graphs, with the names of optimum.
 
-    Each graph is run by ONNX Runtime, at other sizes than it was made with, before the folder appears.
+    Before the output folder appears, each graph is compared with the model in ONNX Runtime, with inputs of other sizes
+    than those of the export.
 
     Args:
-        model_name_or_path: a checkpoint folder or a Hub id.
-        output_dir: a new or empty folder.
-        opset: of `OPSETS`.
-        allow_pickle, revision, token: as for `convert_checkpoint`.
+        model_name_or_path: A checkpoint folder or a Hub id.
+        output_dir: A new or empty folder.
+        opset: The ONNX opset, one of `OPSETS`.
+        allow_pickle, revision, token: See `convert_checkpoint`.
 
     Raises:
-        ValueError: if a package is missing or torch too old, the model is of no kind that has graphs, or a graph
-            disagrees with it.
-        OSError: if a file is missing, or cannot be written.
+        ValueError: If a package is missing, torch is too old, the model is not supported, or a graph is incorrect.
+        OSError: If a file is missing or cannot be written.
+
+    Example:
+        >>> print(export_onnx("bert-gqa4", "bert-onnx").summary())
     """
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"an export to ONNX needs {' and '.join(missing)}: `pip install {' '.join(missing)}`")
-    if torch.__version__ < LEAST_TORCH:
-        raise ValueError(f"an export to ONNX needs torch {LEAST_TORCH} or newer; this is {torch.__version__}.")
+    if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"An export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
+    if torch.__version__ < MIN_TORCH_VERSION:
+        raise ValueError(
+            f"An export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
+        )
     if opset not in OPSETS:
-        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}; got {opset}.")
+        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
-    model_class, described = source_model(read_config(folder))
+    model_class, model_config = source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:
-        found, _ = side_files(folder, reader.files)
-    copied = [name for name in found if travels_without_code(folder, name)]
+        names, _ = side_files(folder, reader.files)
+    copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     graphs = model_graphs(model)
-    if len(graphs) == 1:  # an encoder, whose attention opset 23 has as one operator; a decoder's exports as products
+    if (
+        len(graphs) == 1
+    ):  # opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache
         model.set_attn_implementation("sdpa")
-    check_disk_space(output, len(graphs) * sum(each.nbytes for each in model.parameters()))
+    check_disk_space(output, len(graphs) * sum(parameter.nbytes for parameter in model.parameters()))
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, copied)
-        upstream_config(described, model_class).save_pretrained(stage)
+        upstream_config(model_config, model_class).save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
         written = {}
         for graph in progress_bar(graphs, desc="graphs"):
             file = f"{graph.name}.onnx"
-            _write(graph, opset, stage / file)
+            _write_graph(graph, opset, stage / file)
             written[file] = _largest_difference(graph, stage / file), list(graph.axes)
     return OnnxExport(os.fspath(output_dir), upstream_architecture(model_class), opset, written)
 
 
-def _write(graph: Graph, opset: int, path: Path) -> None:
+def _write_graph(graph: Graph, opset: int, path: Path) -> None:
+    """Export a graph to a file."""
     dimensions = {
-        name: Dim(name, max=graph.longest.get(name)) for each in graph.axes.values() for name in each.values()
+        name: Dim(name, max=graph.longest.get(name)) for axes in graph.axes.values() for name in axes.values()
     }
-    shapes = {name: {at: dimensions[axis] for at, axis in axes.items()} for name, axes in graph.axes.items()}
-    inputs = {name: graph.inputs(EXPORTED)[name] for name in graph.axes}
-    with _quiet():
+    shapes = {name: {index: dimensions[axis] for index, axis in axes.items()} for name, axes in graph.axes.items()}
+    inputs = {name: graph.inputs(EXPORT_SIZES)[name] for name in graph.axes}
+    with _suppress_export_warnings():
         program: Any = torch.onnx.export(
             graph.module,
             (),
@@ -366,30 +393,34 @@ def _write(graph: Graph, opset: int, path: Path) -> None:
 
 
 def _largest_difference(graph: Graph, path: Path) -> float:
-    """Return the largest difference of ONNX Runtime's outputs to torch's, of sizes that the graph was not made with.
+    """Return the largest difference between the outputs of ONNX Runtime and torch.
+
+    The inputs have other sizes than those of the export.
 
     Raises:
-        ValueError: if it is too large.
+        ValueError: If the difference is too large.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-    inputs = {name: graph.inputs(CHECKED)[name] for name in graph.axes}
+    inputs = {name: graph.inputs(CHECK_SIZES)[name] for name in graph.axes}
     expected: dict[str, torch.Tensor] = graph.module(inputs)
-    found: list[Any] = session.run(list(expected), {name: each.numpy() for name, each in inputs.items()})
-    pairs = [(torch.from_numpy(each), expected[name]) for name, each in zip(expected, found, strict=True)]
+    outputs: list[Any] = session.run(list(expected), {name: tensor.numpy() for name, tensor in inputs.items()})
+    pairs = [(torch.from_numpy(output), expected[name]) for name, output in zip(expected, outputs, strict=True)]
     differences = [((one - other).abs().max(), other.abs().max()) for one, other in pairs]
     for name, (difference, largest) in zip(expected, differences, strict=True):
-        if not difference <= TOLERANCE * max(1.0, float(largest)):
-            raise ValueError(f"ONNX Runtime gives {name} of {path.name} {float(difference):.1e} beside torch's.")
+        if not difference <= MAX_DIFFERENCE * max(1.0, float(largest)):
+            raise ValueError(
+                f"`{name}` of {path.name} differs between ONNX Runtime and torch by {float(difference):.1e}."
+            )
     return max(float(difference) for difference, _ in differences)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on what this machine lacks, and torch's on itself, from those who export."""
+def _suppress_export_warnings() -> Iterator[None]:
+    """Suppress the log messages and warnings of the exporter, which users cannot act on."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,9 +1,8 @@
-"""A checkpoint of this package as a plain one of transformers, which loads without remote code and is as exact.
+"""Export of a variant checkpoint to a plain Transformers checkpoint, which loads without remote code.
 
-Grouped heads are repeated, and maps of a latent are multiplied into keys and values: what a conversion does on the way
-back. Talking heads have no form in upstream's classes.
-
-What upstream calls a checkpoint of this package: its class, and its configuration without a variant.
+Grouped heads are repeated, and latent projections are multiplied into the key and value projections, so that the
+outputs stay the same. Variants that the Transformers classes cannot compute (talking heads, for example) are not
+supported.
 """
 
 import logging
@@ -28,6 +27,7 @@ from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
 from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_texts import FIELD_TEXTS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
 
@@ -35,72 +35,86 @@ if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
-    "OWN_CODE",
+    "REMOTE_CODE_FILES",
     "PlainExport",
     "export_transformers",
+    "is_independent_of_code",
     "source_model",
-    "travels_without_code",
     "upstream_architecture",
     "upstream_config",
 ]
 
 logger = logging.getLogger(__name__)
 
-OWN_CODE = file_names()
-# Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
-NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
+REMOTE_CODE_FILES = file_names()
+# The fields of a variant configuration that are left out of the Transformers one, in addition to the variant fields.
+OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
 
 def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
-    """Return the model class that a config.json describes, and its configuration, both of this package.
+    """Return the model class and the configuration of this package for a `config.json`.
 
     Raises:
-        ValueError: if it describes no model of an architecture here.
+        ValueError: If the architecture is not supported.
     """
-    described = variant_config(config)
+    model_config = variant_config(config)
     architecture = next(iter(config.get("architectures") or ()), None)
-    return variant_model_class(architecture or described.auto_classes["AutoModel"]), described
+    return variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
 def upstream_architecture(model_class: type) -> str:
-    """Return upstream's name of one of this package's model classes."""
+    """Return the name of the Transformers class that corresponds to a model class of this package."""
     return model_class.__name__.removeprefix(PREFIX)
 
 
 def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
-    """Return upstream's configuration of a model: that of ours, without the variant's fields.
+    """Return the Transformers configuration of a model, which has no variant fields.
 
-    mT5, XLM-RoBERTa and CamemBERT, which are T5 and RoBERTa under another name, get those names.
+    mT5 gets the model type of T5, and XLM-RoBERTa and CamemBERT get that of RoBERTa, because the code is the same.
+
+    Args:
+        config: The variant configuration.
+        model_class: The model class of this package.
     """
-    left = {*config.variant_fields(), *NOT_UPSTREAMS}
-    values = {name: value for name, value in config.to_dict().items() if name not in left}
-    found = CONFIG_MAPPING[config.upstream_model_types[0]](**values)
-    found.architectures = [upstream_architecture(model_class)]
-    return found
+    omitted = {*config.variant_fields(), *OMITTED_FIELDS}
+    values = {name: value for name, value in config.to_dict().items() if name not in omitted}
+    plain_config = CONFIG_MAPPING[config.upstream_model_types[0]](**values)
+    plain_config.architectures = [upstream_architecture(model_class)]
+    return plain_config
 
 
-def travels_without_code(folder: Path, name: str) -> bool:
-    """Say whether a file beside the weights is true of a model that needs no code: not the code, nor a card of it."""
+def is_independent_of_code(folder: Path, name: str) -> bool:
+    """Return whether a file of a checkpoint is neither remote code nor a generated card, so that it is exported.
+
+    Args:
+        folder: The folder of the checkpoint.
+        name: The name of the file.
+    """
     if name == CARD_NAME:
         return not is_generated_card(folder / name)
-    return name not in OWN_CODE
+    return name not in REMOTE_CODE_FILES
 
 
-HALF = (torch.float16, torch.bfloat16)
-# Fields whose values upstream's classes do not know.
-NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+# {field that the Transformers classes do not support: what it does}.
+NO_PLAIN_FORM = {
+    name: text
+    for row in FIELDS
+    for name in row.names
+    if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
+}
 
 
 @dataclass(frozen=True)
 class PlainExport:
-    """What was written.
+    """The result of `export_transformers`.
 
     Args:
-        output_dir: where.
-        architecture: upstream's class of the model.
-        heads: what changed, {field: (before, after)}; a rank becomes None, no latent.
-        parameters: elements of all tensors, before and after.
-        files_left_out: of what lay beside the weights.
+        output_dir: The output folder.
+        architecture: The name of the Transformers class of the model.
+        heads: The changed fields, {field: (before, after)}. A rank becomes None, because there is no latent.
+        parameters: The number of elements of all tensors, before and after.
+        files_left_out: The files of the checkpoint that were not copied.
     """
 
     output_dir: str
@@ -110,12 +124,12 @@ class PlainExport:
     files_left_out: list[str]
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a printable summary."""
         before, after = self.parameters
-        lines = [f"Wrote {self.output_dir}, a {self.architecture} that needs no remote code"]
+        lines = [f"Wrote {self.output_dir}: a {self.architecture} that does not need remote code"]
         lines += [f"  {name:<27} {old} -> {new or 'none'}" for name, (old, new) in self.heads.items()]
         lines.append(f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})")
-        if left_out := [name for name in self.files_left_out if name not in OWN_CODE]:
+        if left_out := [name for name in self.files_left_out if name not in REMOTE_CODE_FILES]:
             lines.append(f"  {'left out':<27} {', '.join(left_out)}")
         return "\n".join(lines)
 
@@ -129,20 +143,28 @@ def export_transformers(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> PlainExport:
-    """Write a variant checkpoint as a plain one that upstream's own classes load, tensor by tensor.
+    """Export a variant checkpoint to a plain Transformers checkpoint.
 
-    Outputs are the source's: exactly where heads are repeated, up to the rounding of a matrix product where a latent
-    is multiplied in. Memory holds one layer's attention at a time; the folder appears when it is complete.
+    Repeating heads does not change the outputs. Multiplying latent projections changes them by the rounding of a
+    matrix product. Tensors are written one after the other, so that only one layer of attention is in memory. The
+    output folder appears when it is complete.
 
     Args:
-        model_name_or_path: a checkpoint folder or a Hub id.
-        output_dir: a new or empty folder.
-        dtype: of the floating-point tensors; None keeps each one's.
-        allow_pickle, revision, token: as for `convert_checkpoint`.
+        model_name_or_path: A checkpoint folder or a Hub id.
+        output_dir: A new or empty folder.
+        dtype: The dtype of the floating-point tensors. None keeps the dtype of each tensor.
+        allow_pickle, revision, token: See `convert_checkpoint`.
+
+    Returns:
+        A description of the export.
 
     Raises:
-        ValueError: if the checkpoint has talking heads or windows, or is upstream's already; before any work.
-        OSError: if a file is missing, truncated, or cannot be written.
+        ValueError: If the checkpoint is a Transformers checkpoint, or has a variant that the Transformers class cannot
+            compute (talking heads or windows, for example).
+        OSError: If a file is missing, truncated or cannot be written.
+
+    Example:
+        >>> print(export_transformers("bert-gqa4", "bert-plain").summary())
     """
     dtype = resolve_dtype(dtype)
     check_output_dir(output_dir)
@@ -152,13 +174,13 @@ def export_transformers(
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plain_plan(config, reader.entries, dtype, folder / CONFIG_NAME)
         output_folder = plan_folder(
-            plan, reader, folder, config, output, allow_pickle, partial(travels_without_code, folder)
+            plan, reader, folder, config, output, allow_pickle, partial(is_independent_of_code, folder)
         )
         with output_folder.write({}) as (stage, _):
             upstream_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
         before, after = (
-            sum(entry.numel for entry in each.values()) for each in (reader.entries, output_folder.entries)
+            sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
         )
     ranks = {name: None for name in plan.config.rank_fields()}
     changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
@@ -175,29 +197,34 @@ def export_transformers(
 def _plain_plan(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, config_file: Path
 ) -> ConversionPlan:
-    """Return the conversion that gives each query head a key and a value of its own, and no latent.
+    """Return the plan of the conversion to multi-head attention without latents.
 
     Raises:
-        ValueError: for a source that has no plain form, or is plain.
+        ValueError: If the checkpoint is a Transformers checkpoint or cannot be computed by a Transformers class.
     """
     model_class, source = source_model(config)
     if config["model_type"] != type(source).model_type:
-        raise ValueError(f"{os.fspath(config_file)} says {config['model_type']!r}: that is upstream's own already.")
-    for field, what in NO_PLAIN_FORM.items():
+        raise ValueError(
+            f"`model_type` in {os.fspath(config_file)} must be that of a variant, got {config['model_type']!r}, which "
+            "is a Transformers checkpoint. It does not need this export."
+        )
+    for field, feature in NO_PLAIN_FORM.items():
         if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
-                f"{what} (`{field}` is {value!r}) have no form in upstream's {upstream_architecture(model_class)}. "
-                "`--to onnx` keeps them."
+                f"`{field}` is {value!r}, but {upstream_architecture(model_class)} of Transformers does not support "
+                f"{feature}. Use `--to onnx`."
             )
     fields = {}
     for name in used_fields(model_class, source):
         if name in source.kv_heads_fields():
             fields[name] = source.query_heads(name)
         elif getattr(source, name) is not None:
-            fields[name] = source.hidden_size  # the input itself: no latent
+            fields[name] = source.hidden_size  # this width means no latent
             stored = dtype or source.dtype
-            if stored in HALF:
+            if stored in HALF_PRECISION:
                 logger.warning(
-                    "`%s`: maps multiplied in %s lose digits; --dtype float32 keeps them.", name, str(stored)[6:]
+                    "`%s`: multiplying latent projections in %s loses precision. Use --dtype float32 to keep it.",
+                    name,
+                    str(stored)[6:],
                 )
     return make_plan(config, entries, MeanPooling(), fields, dtype=dtype, config_file=config_file)

@@ -1,6 +1,12 @@
-"""Sharing a checkpoint on the Hugging Face Hub: its model card, and the one commit that it goes up in.
+"""Sharing of checkpoints on the Hugging Face Hub.
 
-`model_card` fills the card from what was really run; `plan_push` says what would go up, and `push_checkpoint` does it.
+`model_card` generates the model card from the reports of conversions and trainings. `plan_push` lists the files of a
+push, and `push_checkpoint` pushes them in one commit.
+
+Example:
+    >>> plan = plan_push("bert-gqa4", "user/bert-gqa4", CardOptions(license="apache-2.0"))
+    >>> print(plan.summary())
+    >>> push_checkpoint(plan, private=True)
 """
 
 from .card import CardOptions, model_card

@@ -1,8 +1,8 @@
-"""The model card of a checkpoint: `templates/model_card.md`, filled from the files in the checkpoint's folder.
+"""Model cards, generated from `templates/model_card.md` and the files in the folder of a checkpoint.
 
-`config.json` contains the variant and its heads. `conversion_report.json`, `all_results.json` and, for earlier steps,
-`model_history.json` describe how the model was made. The README.md of the original model has license, languages and
-tags. Local paths, passwords and tokens are removed from all values.
+`config.json` describes the variant. `conversion_report.json`, `all_results.json` and, for earlier steps,
+`model_history.json` describe how the model was made. The README.md of the original model contains the license, the
+languages and the tags. Local paths, passwords and tokens are removed from all values.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
 from ..inspection.tables import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
-from ..modeling.fields.field_table import FIELDS, PLACES, row_of
+from ..modeling.fields.field_table import FIELDS, row_of
+from ..modeling.fields.field_texts import FIELD_TEXTS, PLACES, card_text
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.latents import Latent
@@ -39,39 +40,39 @@ __all__ = [
     "OWN_TAGS",
     "CardOptions",
     "auto_class",
-    "begins_with_model",
     "code",
+    "collect_step_facts",
+    "collect_variant_facts",
+    "contains_local_path",
+    "contains_secret",
     "data_name",
     "eval_results",
-    "holds_secret",
-    "hub_source",
-    "is_exact",
     "is_untouched",
     "last_training",
+    "latest_hub_id",
+    "leaves_outputs_unchanged",
+    "make_shareable",
     "model_card",
-    "names_places",
     "plain",
-    "refreshed_card",
-    "shared_content",
-    "step_facts",
-    "text_columns",
-    "variant_facts",
-    "without_local_paths",
+    "refresh_card",
+    "remove_local_paths",
+    "starts_from_model",
+    "trained_text_columns",
     "write_card",
 ]
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
-# Arguments that name a file or folder however it is written.
+# Arguments that contain the name of a file or folder.
 PATH_ARGUMENT = re.compile(r".*_(file|files|dir)")
 PART = r"""[^\s/\\"'`<>|;,()\[\]{}]"""
-# In the middle of a text: from the root or the home, of two parts at least; of Windows; of a server.
+# Paths inside a text: absolute paths or paths in a home folder with at least two parts, Windows paths, server paths.
 PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
 )
-# Anybody's home, on any system: what follows is of a user, and is taken out.
+# Home folders on any system. Their names contain the name of a user, so that they are removed.
 HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
-# User and password of an address, tokens of the Hub, and what addresses that were signed end in.
+# Users and passwords in addresses, tokens of the Hub, and the signatures at the end of signed addresses.
 SECRETS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
@@ -83,80 +84,84 @@ SECRETS = (
         r"\1...",
     ),
 )
-# Of a model's JSON files: words of vocabularies and labels may look like anything and stay.
-WORDS = re.compile(r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map")
-WORD_FILES = ("tokenizer.json", "vocab*.json", "added_tokens.json", "*.index.json")
+# Fields and files in which texts are words of a vocabulary or labels. They can look like paths and are not changed.
+VOCABULARY_FIELDS = re.compile(
+    r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map"
+)
+VOCABULARY_FILES = ("tokenizer.json", "vocab*.json", "added_tokens.json", "*.index.json")
 
 
-def names_places(text: str) -> bool:
-    """Return whether a text names folders of some machine."""
+def contains_local_path(text: str) -> bool:
+    """Return whether a text contains the path of a local folder."""
     return PATH_IN_TEXT.search(text) is not None
 
 
-def holds_secret(text: str) -> bool:
-    """Return whether a text holds a token, or an address with a password."""
+def contains_secret(text: str) -> bool:
+    """Return whether a text contains a token, or an address with a password."""
     return any(pattern.search(text) for pattern, _ in SECRETS)
 
 
-def without_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
-    """Return JSON values with each path shortened to its last part, and without passwords and tokens.
+def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
+    """Return JSON values in which each path is shortened to its last part, and passwords and tokens are removed.
 
     Args:
         value: the values.
-        name: of the field that holds them.
-        is_report: whether they are of this package: each text that begins like a path is one, and so is any text in a
-            field called "..._file" or "..._dir". In configurations of others a text must be both, words stay, and a
-            field may be called "...path" too.
+        name: the name of the field that contains them.
+        is_report: whether the values are from a report of this package. In a report, every text that begins like a
+            path, and every text in a field "..._file" or "..._dir", is shortened. In a configuration of another
+            program, a text must meet both conditions, the field may also be called "...path", and words are not
+            changed.
     """
-    if not is_report and WORDS.fullmatch(name):
+    if not is_report and VOCABULARY_FIELDS.fullmatch(name):
         return value
     if isinstance(value, dict):
-        return {key: without_local_paths(each, str(key), is_report) for key, each in value.items()}
+        return {key: remove_local_paths(inner, str(key), is_report) for key, inner in value.items()}
     if isinstance(value, list):
-        return [without_local_paths(each, name, is_report) for each in value]
+        return [remove_local_paths(inner, name, is_report) for inner in value]
     if not isinstance(value, str):
         return value
-    is_named, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
-    if (is_named or is_path) if is_report else (is_named or name.endswith("path")) and is_path:
-        return _last_part(_without_secrets(value))
-    return PATH_IN_TEXT.sub(lambda found: _last_part(found[0]), _without_secrets(value))
+    is_path_field, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
+    if (is_path_field or is_path) if is_report else (is_path_field or name.endswith("path")) and is_path:
+        return _get_last_part(_remove_secrets(value))
+    return PATH_IN_TEXT.sub(lambda match: _get_last_part(match[0]), _remove_secrets(value))
 
 
-def shared_content(path: Path, is_report: bool) -> bytes | None:
-    """Return the content of a JSON file for the Hub; None = the file goes there unchanged.
+def make_shareable(path: Path, is_report: bool) -> bytes | None:
+    """Return the content of a JSON file without local paths and secrets, or None if the file can be shared unchanged.
 
     Args:
         path: the file.
-        is_report: as for `without_local_paths`.
+        is_report: whether the file is a report of this package, see `remove_local_paths`.
 
     Raises:
-        OSError, ValueError: if it cannot be read.
+        OSError: if the file cannot be read.
+        ValueError: if the file does not contain valid JSON.
     """
-    if not path.name.endswith(".json") or any(fnmatchcase(path.name, pattern) for pattern in WORD_FILES):
+    if not path.name.endswith(".json") or any(fnmatchcase(path.name, pattern) for pattern in VOCABULARY_FILES):
         return None
     value = load_json(path)
     if is_report and not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
-    shared = without_local_paths(value, is_report=is_report)
+        raise ValueError(f"{path} must contain a JSON object, got {type(value).__name__}.")
+    shared = remove_local_paths(value, is_report=is_report)
     return None if shared == value else f"{json.dumps(shared, indent=2, ensure_ascii=False)}\n".encode()
 
 
-def _without_secrets(text: str) -> str:
-    for pattern, instead in SECRETS:
-        text = pattern.sub(instead, text)
+def _remove_secrets(text: str) -> str:
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
     return text
 
 
-def _last_part(path: str) -> str:
+def _get_last_part(path: str) -> str:
     if HOME.fullmatch(path):
-        return "~"  # whose it is is a name too
-    # A Windows path splits at both kinds of slash; on other systems a backslash is a letter like any other.
+        return "~"  # the name of the user is private
+    # A Windows path has both kinds of slashes. On other systems, a backslash can be a part of a name.
     windows = re.match(r"[A-Za-z]:|\\\\", path)
     return (PureWindowsPath(path) if windows else PurePath(path)).name
 
 
 Step = Mapping[str, Any]
-# The arguments that describe a training, and those that describe an evaluation.
+# The arguments that cards show for a training and for an evaluation.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
@@ -164,20 +169,20 @@ max_target_length mixed_precision trainable seed""".split()
 EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
 
 
-def step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
-    """Return the steps with what the template needs besides.
+def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
+    """Return the steps with further values for the template.
 
     Args:
-        steps: of `ModelHistory`, without local paths.
-        base_model: Hub id of the model that the first step started from.
+        steps: the steps of a `ModelHistory`, without local paths.
+        base_model: the Hub id of the model that the first step started from.
 
     Returns:
-        For each step its fields, "verb" and "title". For a conversion also "origin", and "heads" holds those that it
-        changed. For a training also "data", "no_gain" and "rows".
+        The fields of each step, "verb" and "title". For a conversion also "origin" and "quality", and "heads" contains
+        only changed values. For a training also "data", "no_gain" and "rows".
     """
-    found = []
+    all_facts = []
     for index, step in enumerate(steps):
-        verb, title = _verb_and_title(step)
+        verb, title = _get_verb_and_title(step)
         facts: dict[str, Any] = {**step, "verb": verb, "title": title}
         if step["kind"] == "conversion":
             heads = step.get("heads", {})
@@ -188,23 +193,23 @@ def step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, 
             before, after = step.get("initial_eval_loss"), step.get("eval_loss")
             facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
             facts["data"] = (data_name(step, ("train_file", "source_file")) or {}).get("dataset_name")
-            facts["rows"] = _argument_rows(step["arguments"], verb == "evaluated")
-        found.append(facts)
-    return found
+            facts["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
+        all_facts.append(facts)
+    return all_facts
 
 
 def last_training(steps: Sequence[Step]) -> Step | None:
-    """Return the training whose scores the model has; None if a conversion followed it."""
+    """Return the last training, whose scores apply to the model, or None if a conversion followed it."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
 
 
-def begins_with_model(step: Step) -> bool:
-    """Return whether a step started from a model, and not from scratch."""
+def starts_from_model(step: Step) -> bool:
+    """Return whether a step started from a model instead of from scratch."""
     return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
-def hub_source(steps: Sequence[Step]) -> str | None:
-    """Return the Hub id that the latest step names; a folder's name would mean nothing to others."""
+def latest_hub_id(steps: Sequence[Step]) -> str | None:
+    """Return the Hub id in the latest step that has one. Names of local folders are ignored."""
     for step in reversed(steps):
         name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
         if step["kind"] == "conversion" and step.get("source_revision"):
@@ -214,66 +219,67 @@ def hub_source(steps: Sequence[Step]) -> str | None:
     return None
 
 
-def text_columns(steps: Sequence[Step]) -> Sequence[str]:
-    """Return the columns of text that the model was last trained on; () if no step names them."""
+def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
+    """Return the text columns of the last training, or an empty sequence if no step has them."""
     for step in reversed(steps):
-        if step["kind"] == "training" and ("problem_type" in step or _glue_task(step) in TASKS):
-            task = TASKS.get(_glue_task(step) or "")
+        if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
+            task = TASKS.get(_get_glue_task(step) or "")
             return [names[0] for names in task.text_columns] if task is not None else step.get("text_columns", ())
     return ()
 
 
 def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the name of a training's data, as the fields of `huggingface_hub.EvalResult`.
+    """Return the name of the data of a training, as fields of `huggingface_hub.EvalResult`.
 
     Args:
         training: the step.
-        file_arguments: the arguments that name the split's files.
+        file_arguments: the arguments that contain the files of the split.
     """
-    arguments, task = training["arguments"], _task_name(training)
+    arguments, task = training["arguments"], _get_task_name(training)
     if "dataset" in training:
         return training["dataset"]
     if task in TASKS:
         return {"dataset_type": "nyu-mll/glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
-    given = [arguments.get(name) for name in file_arguments]
-    paths = [each for value in given for each in (value if isinstance(value, list) else [value]) if each]
-    named = arguments.get("dataset_name") or next((PurePath(each).name for each in paths), None)
-    if named is None and (task == "squad" or "version_2_with_negative" in arguments):
+    values = [arguments.get(name) for name in file_arguments]
+    paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]
+    name = arguments.get("dataset_name") or next((PurePath(path).name for path in paths), None)
+    if name is None and (task == "squad" or "version_2_with_negative" in arguments):
         if arguments.get("version_2_with_negative"):
             return {"dataset_type": "rajpurkar/squad_v2", "dataset_name": "SQuAD 2.0"}
         return {"dataset_type": "rajpurkar/squad", "dataset_name": "SQuAD 1.1"}
-    return {"dataset_type": re.sub(r"[^\w./-]+", "-", named), "dataset_name": named} if named else None
+    return {"dataset_type": re.sub(r"[^\w./-]+", "-", name), "dataset_name": name} if name else None
 
 
-def _argument_rows(arguments: Mapping[str, Any], is_evaluation: bool) -> list[tuple[str, Any]]:
+def _list_arguments(arguments: Mapping[str, Any], is_evaluation: bool) -> list[tuple[str, Any]]:
     names = EVALUATION_ARGUMENTS if is_evaluation else TRAINING_ARGUMENTS
-    without = "num_train_epochs" if not is_evaluation and arguments.get("max_train_steps") is not None else None
-    return [(name, arguments[name]) for name in names if arguments.get(name) not in (None, "") and name != without]
+    hidden = "num_train_epochs" if not is_evaluation and arguments.get("max_train_steps") is not None else None
+    return [(name, arguments[name]) for name in names if arguments.get(name) not in (None, "") and name != hidden]
 
 
-def _verb_and_title(step: Step) -> tuple[str, str]:
+def _get_verb_and_title(step: Step) -> tuple[str, str]:
     if step["kind"] == "conversion":
         return "converted", "Conversion"
     arguments = step["arguments"]
     if step.get("steps") == 0:
         return "evaluated", "Evaluation"
-    # Pretraining has an objective among its arguments, too.
+    # The arguments of a pretraining contain an objective, too.
     if "objective" in step or ("objective" in arguments and "whole_word_mask" not in arguments):
         return "distilled" if arguments.get("teacher") else "uptrained", "Uptraining"
     is_pretraining = "mlm_probability" in arguments or "noise_density" in arguments
     return "pretrained" if is_pretraining else "fine-tuned", "Training"
 
 
-def _glue_task(training: Step) -> str | None:
-    return None if "dataset" in training else _task_name(training)
+def _get_glue_task(training: Step) -> str | None:
+    return None if "dataset" in training else _get_task_name(training)
 
 
-def _task_name(training: Step) -> str | None:
-    # What was asked for may be written in another way ("STS-B") than the results write it.
+def _get_task_name(training: Step) -> str | None:
+    # The argument can have another spelling ("STS-B") than the results.
     return training.get("task_name") or training["arguments"].get("task_name")
 
 
-# The prefixes of the fields of a stack, by that of its key/value heads; cross-attention is in the decoder's.
+# The prefixes of the fields of the encoder and of the decoder (with cross-attention), by their field of key/value
+# heads.
 OF_STACKS = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 OWN_TAGS = (
     "attn-variants",
@@ -287,60 +293,63 @@ MARKS = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
 
 
 def plain(value: Any) -> str:
-    """Return a value as one line of text in which nothing is Markdown or HTML."""
+    """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
     return MARKS.sub(r"\\\g<0>", " ".join(str(value).split()).translate(ENTITIES))
 
 
 def code(value: Any) -> str:
-    """Return a value as one line of Markdown code, between as many backticks as it takes."""
+    """Return a value as one line of Markdown code, with as many backticks as necessary."""
     text = " ".join(str(value).split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
-    """Return what the template says about a variant, with its "tags" on the Hub and its "papers".
+def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
+    """Return the values of a variant for the template, including its "tags" on the Hub and its "papers".
 
     Args:
-        variant: its configuration.
-        fields: those of key/value heads and ranks that the model has attentions for, the decoder's first.
-        table: its costs.
+        variant: the variant configuration.
+        fields: the fields of key/value heads and ranks that apply to attentions of the model, the decoder's first.
+        table: the costs of the variant.
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    latents, talking = [_latent(variant, name) for name in names], talking_parts(variant, fields)
-    patterns, kernels = (_on_card(variant, fields, fact) for fact in ("pattern", "kernel"))
+    latents, talking = [_describe_latent(variant, name) for name in names], talking_parts(variant, fields)
+    patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
     shared = {
         count for name in kv_fields for count in values_by_layer(variant, name) if count != variant.query_heads(name)
     }
-    ranks = {rank for each in latents for rank in each["ranks"]}
+    ranks = {rank for latent in latents for rank in latent["ranks"]}
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
     papers = [MultiQuery.paper] * (1 in shared) + [GroupedQuery.paper] * bool(shared)
     papers += [Latent.paper] * bool(ranks - {variant.hidden_size})
     papers += [Latent.paper_of_input] * (variant.hidden_size in ranks) + [TalkingHeads.paper] * bool(talking)
-    of_stacks = [getattr(variant, f"{name.removesuffix(HeadSharing.field)}attention_pattern") for name in kv_fields]
-    papers += [pattern_class(name).paper for name in of_stacks if name is not None]
-    papers += [kernel_class(each["name"]).paper for each in kernels]
-    now, full = table.current, table.rows[0].kv_cache_bytes_per_token or {}
-    given_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
+    pattern_fields = [f"{name.removesuffix(HeadSharing.field)}attention_pattern" for name in kv_fields]
+    pattern_names = [getattr(variant, name) for name in pattern_fields]
+    papers += [pattern_class(name).paper for name in pattern_names if name is not None]
+    papers += [kernel_class(kernel["name"]).paper for kernel in kernels]
+    current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
+    all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
     return {
-        "stacks": [_stack(variant, name) for name in kv_fields],
+        "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
         "latents": latents,
         "scores": score_parts(variant, kv_fields),
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
-        "head_counts": {name: _value(variant, name) for name in variant.head_fields(fields)},
-        "parameters": now.parameters,
-        "attention_parameters": now.attention_parameters,
-        "caches": [(site, count, full[site]) for site, count in (now.kv_cache_bytes_per_token or {}).items()],
+        "head_counts": {name: _get_value(variant, name) for name in variant.head_fields(fields)},
+        "parameters": current.parameters,
+        "attention_parameters": current.attention_parameters,
+        "caches": [
+            (part, count, full_cache[part]) for part, count in (current.kv_cache_bytes_per_token or {}).items()
+        ],
         "dtype": table.dtype,
-        "decodes": "decoder" in now.flops_per_token,
-        "has_cache": now.kv_cache_bytes_per_token is not None,
-        "shares": bool(given_ranks or HeadSharing.asked_for(variant, row_of(fields[0])[0])),
-        "keeps_inputs": variant.hidden_size in given_ranks,
+        "decodes": "decoder" in current.flops_per_token,
+        "has_cache": current.kv_cache_bytes_per_token is not None,
+        "shares": bool(all_ranks or HeadSharing.asked_for(variant, row_of(fields[0])[0])),
+        "keeps_inputs": variant.hidden_size in all_ranks,
         "talks": talks(variant),
         "diagram": heads_diagram(variant, fields),
         "papers": list(dict.fromkeys(papers)),
@@ -348,10 +357,10 @@ def variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict
     }
 
 
-def is_exact(variant: Any, steps: Sequence[Step]) -> bool:
-    """Return whether the last conversion changed no output: it cached inputs instead of keys and values, no more.
+def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
+    """Return whether the last conversion changed no output, because it only cached encoder outputs or inputs.
 
-    A variant with a pattern or a kernel never counts, because the steps do not name these.
+    The result is False for a variant with a pattern or a kernel, because the steps do not contain these fields.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
@@ -361,53 +370,52 @@ def is_exact(variant: Any, steps: Sequence[Step]) -> bool:
 
 
 def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
-    """Return the auto class of Transformers that loads a model."""
+    """Return the name of the Auto class of Transformers that loads a model."""
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
-        # A BART that generates has a masked-language-model class too, and every pretrained model one for pretraining.
-        seldom = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
-        found = [each for each, model in auto_classes.items() if model == name]
-        if found:
-            return min(found, key=lambda each: seldom.index(each) if each in seldom else -1)
+        # Some classes belong to several Auto classes. These Auto classes are used only if there is no other one.
+        unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
+        candidates = [auto_name for auto_name, model in auto_classes.items() if model == name]
+        if candidates:
+            return min(candidates, key=lambda auto_name: unusual.index(auto_name) if auto_name in unusual else -1)
     heads = "MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering"
     match = re.search(rf"For({heads})$", architecture)
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
 
 
-def _on_card(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Return `_named` of the fields with a fact that are set in the stacks of `fields`."""
-    prefixes = [prefix for heads, each in OF_STACKS.items() if heads in fields for prefix in each]
-    rows = [row for row in FIELDS if fact in row.facts and row.card is not None]
+def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
+    """Return `_describe_field` of all fields with a fact that are set in the encoder or decoder of `fields`."""
+    prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
+    rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
-    return [_named(variant, name) for name in names if getattr(variant, name, None) is not None]
+    return [_describe_field(variant, name) for name in names if getattr(variant, name, None) is not None]
 
 
-def _stack(variant: Any, name: str) -> dict[str, Any]:
+def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     heads, counts = variant.query_heads(name), set(values_by_layer(variant, name)) or {getattr(variant, name)}
     kind, where = sharing_of(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
 
-def _latent(variant: Any, name: str) -> dict[str, Any]:
+def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
     prefix, row = row_of(name)
     layers = values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
     place = {"here": PLACES[prefix].here, "token": PLACES[prefix].token, "is_one_for_all": prefix in row.one_for_all}
-    return _named(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
+    return _describe_field(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
 
 
-def _named(variant: Any, name: str) -> dict[str, Any]:
-    """Return a field's value, the words for it, and in which layers it has one; of a kernel `value` is its name."""
-    prefix, row = row_of(name)
+def _describe_field(variant: Any, name: str) -> dict[str, Any]:
+    """Return the value and description of a field, and the layers that have a value. A kernel has a name."""
     layers = values_by_layer(variant, name)
-    having = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _value(variant, name), "words": row.on_card(prefix), "layers": len(layers), "having": having}
-    return facts | {"name": getattr(variant, name)}
+    layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
+    facts = {"value": _get_value(variant, name), "words": card_text(name), "layers": len(layers)}
+    return facts | {"having": layers_with_value, "name": getattr(variant, name)}
 
 
-def _value(variant: Any, name: str) -> Any:
-    """Return a field's value, or the list of those of the layers."""
+def _get_value(variant: Any, name: str) -> Any:
+    """Return the value of a field, or the list of its per-layer values."""
     values = (variant.per_layer_values or {}).get(name)
     return getattr(variant, name) if values is None else values
 
@@ -415,7 +423,7 @@ def _value(variant: Any, name: str) -> Any:
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
-# The paragraph about the code, as the template and as cards have it, and the repository that a card is of.
+# The paragraph about the code, in the template and in cards, and the repository that the example on a card loads.
 CODE_PATTERN = re.compile(
     r"^The attention is not part of [tT]ransformers[:.] .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
 )
@@ -424,19 +432,19 @@ REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
 NO_SCORE = re.compile(
     r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
 )
-# The prefix of the scores of a split, its name, and the arguments with its file.
-SPLITS = (
+# For each split, the prefix of its scores, its name, and the arguments with its files.
+SCORE_SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
     ("test_", "test", ("test_file", "test_source_file")),
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-HELD_OUT = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
-# Tags of an original model that do not apply to a variant: file formats, and services of the Hub.
+HELD_OUT_DATASET = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
+# Tags of an original model that do not apply to a variant: file formats and services of the Hub.
 FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
 )
-# The task on the Hub of each head; that of an encoder-decoder depends on its training.
+# The task on the Hub for each head. For an encoder-decoder, the task depends on the training.
 PIPELINE_TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForMultipleChoice": "multiple-choice",
@@ -457,13 +465,13 @@ class CardOptions:
     """Values of a model card that are not in the files of the checkpoint.
 
     Args:
-        base_model: Hub id of the base model; None = the one in the reports.
-        license: id of the license on the Hub ("apache-2.0"); None = the license of the original model.
-        language: language codes ("en"); None = the languages of the original model.
-        datasets: Hub ids of the training data; None = those in the results.
-        pipeline_tag: task on the Hub; None = the task of the architecture.
-        title: title of the card; None = the name of the repository.
-        notes: Markdown for the section "Notes".
+        base_model: Hub id of the base model. None means the base model in the reports.
+        license: id of the license on the Hub ("apache-2.0"). None means the license of the original model.
+        language: language codes ("en"). None means the languages of the original model.
+        datasets: Hub ids of the training data. None means the data in the results.
+        pipeline_tag: task on the Hub. None means the task of the architecture.
+        title: title of the card. None means the name of the repository.
+        notes: Markdown text for the section "Notes".
         evaluations: further scores, each with the fields of `huggingface_hub.EvalResult`.
     """
 
@@ -483,34 +491,35 @@ def model_card(
     """Return the model card of a checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the folder of the checkpoint.
         repo_id: the repository that the example on the card loads.
-        options: what no file of the folder says.
-        history: that of the folder, if it was read before.
+        options: values that are not in the files of the folder.
+        history: the history of the model, if it was already read.
 
     Raises:
         OSError: if there is no config.json.
-        ValueError: if the metadata of the folder's README.md, which may hold a license, cannot be read, an option is
-            wrong, or a report holds a value of another type.
+        ValueError: if the metadata of README.md cannot be read, or an option or a value in a report is not valid.
     """
     options = options or CardOptions()
     config = read_config(folder)
     if options.license is None:
-        read_front_matter(folder / CARD_NAME)  # a license must not be lost without a word
+        read_front_matter(folder / CARD_NAME)  # raises an error, because a license must not be lost silently
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
-    variant, facts = _variant(config)
+    variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
-    task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
-    with as_value_error("evaluations must be a list, each with the fields of huggingface_hub.EvalResult", ValueError):
+    task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
+    with as_value_error("evaluations must be a list with the fields of huggingface_hub.EvalResult", ValueError):
         evaluations = [EvalResult(**row) for row in options.evaluations]
-    with as_value_error(f"a report in {folder} holds a value that a model card cannot show", ValueError):
-        steps = without_local_paths(history.steps)
-        # The model that the first step started from: a later one may have started from an earlier push of this model.
-        origin = options.base_model or hub_source(history.steps[:1])
+    with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
+        steps = remove_local_paths(history.steps)
+        # Only the first step counts, because a later one may have started from an earlier push of this model.
+        origin = options.base_model or latest_hub_id(history.steps[:1])
         scores = eval_results(last_training(steps), task) + evaluations
         options = replace(options, title=options.title or repo_id.split("/")[-1])
-        data = _metadata(options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores)
+        data = _build_metadata(
+            options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores
+        )
         card = ModelCard.from_template(
             data,
             template_path=str(TEMPLATE),
@@ -519,15 +528,15 @@ def model_card(
             notes=options.notes,
             architecture=architecture,
             variant=facts,
-            is_exact=is_exact(variant, steps),
+            leaves_outputs_unchanged=leaves_outputs_unchanged(variant, steps),
             origin=origin,
-            steps=step_facts(steps, origin),
+            steps=collect_step_facts(steps, origin),
             has_report=(folder / REPORT_NAME).is_file(),
             scores=scores,
             license=data.license,
             terms=history.metadata if options.license is None else {},
             auto_class=loader,
-            columns=text_columns(steps),
+            columns=trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
             oldest_run=OLDEST_RUN,
@@ -535,10 +544,10 @@ def model_card(
             plain=plain,
             code=code,
         )
-    return ModelCard(_signed(card.content))
+    return ModelCard(_sign(card.content))
 
 
-def _metadata(
+def _build_metadata(
     options: CardOptions,
     history: ModelHistory,
     task: str | None,
@@ -546,16 +555,16 @@ def _metadata(
     own_tags: Sequence[str],
     scores: list[EvalResult],
 ) -> ModelCardData:
-    source = without_local_paths(history.metadata | {"base_model": _hub_ids(history.metadata.get("base_model"))})
+    source = remove_local_paths(history.metadata | {"base_model": _select_hub_ids(history.metadata.get("base_model"))})
     terms = source if options.license is None else {}
     return ModelCardData(
         library_name="sentence-transformers" if is_sentence_model else "transformers",
         pipeline_tag=task,
-        tags=[*own_tags, *_source_tags(source.get("tags"), task, is_sentence_model)],
+        tags=[*own_tags, *_select_tags(source.get("tags"), task, is_sentence_model)],
         eval_results=scores or None,
         model_name=options.title if scores else None,
-        base_model=options.base_model or hub_source(history.steps) or source.get("base_model"),
-        datasets=options.datasets or _datasets(history.steps),
+        base_model=options.base_model or latest_hub_id(history.steps) or source.get("base_model"),
+        datasets=options.datasets or _list_datasets(history.steps),
         language=options.language or source.get("language"),
         license=options.license or terms.get("license"),
         license_name=terms.get("license_name"),
@@ -565,13 +574,15 @@ def _metadata(
 
 
 def write_card(folder: Path) -> bool:
-    """Write the card of a model into its folder, for a repository of the folder's name, unless it has a README.md.
+    """Write the model card of a checkpoint into its folder, unless the folder has a README.md.
+
+    The example on the card loads a repository with the name of the folder.
 
     Returns:
-        Whether it was written.
+        True if the card was written, False if the folder has a README.md.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the card cannot be written.
     """
     path = folder / CARD_NAME
     if path.exists():
@@ -580,91 +591,93 @@ def write_card(folder: Path) -> bool:
     return True
 
 
-def _pipeline_tag(architecture: str) -> str | None:
+def _get_pipeline_tag(architecture: str) -> str | None:
     match = re.search(r"(For[A-Z]\w+|LMHeadModel|EncoderModel|Model)$", architecture)
-    named = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
-    return named or PIPELINE_TAGS.get(match[1] if match else "")
+    tag = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
+    return tag or PIPELINE_TAGS.get(match[1] if match else "")
 
 
-def _hub_ids(given: Any) -> list[str] | str | None:
-    """Return those names that can be repositories: a folder's would mean nothing to others."""
-    if isinstance(given, list):
-        return [name for name in given if HUB_ID.fullmatch(name)] or None
-    return given if isinstance(given, str) and HUB_ID.fullmatch(given) else None
+def _select_hub_ids(names: Any) -> list[str] | str | None:
+    """Return the names that can be Hub ids. Names of local folders are removed."""
+    if isinstance(names, list):
+        return [name for name in names if HUB_ID.fullmatch(name)] or None
+    return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
 
 
-def _signed(text: str) -> str:
+def _sign(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_digest(text))}\n"
+    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
 
 def is_untouched(text: str) -> bool:
-    """Return whether `model_card` made a card and nobody has edited it since."""
+    """Return whether a card was generated by `model_card` and was not edited later."""
     match = MARK_PATTERN.search(text)
-    return match is not None and _digest(text[: match.start()].rstrip() + "\n") == match[1]
+    return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
 
 
-def refreshed_card(text: str) -> str | None:
-    """Return a card with the current paragraph about the code; None for a card that was written or edited by hand."""
+def refresh_card(text: str) -> str | None:
+    """Return a card with the current paragraph about the code, or None for a card that was edited by hand."""
     if not is_untouched(text):
         return None
-    mark: Any = MARK_PATTERN.search(text)  # by which it is untouched
+    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_untouched` found it
     repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
     values = {"repo_id": repo_id[1], "oldest_run": OLDEST_RUN, "newest_run": NEWEST_RUN}
-    made = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
-    return text if made == body else _signed(made)
+    refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
+    return text if refreshed == body else _sign(refreshed)
 
 
 def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
-    """Return the scores of a training for the card's model-index: the losses only if there are no others.
+    """Return the scores of a training for the model-index of a card. Losses are included only without other scores.
 
     Args:
-        training: the step; None for a model without scores.
+        training: the training, or None for a model without scores.
         task: the pipeline tag.
     """
-    found = []
-    for prefix, split, files in SPLITS:
+    results = []
+    for prefix, split, files in SCORE_SPLITS:
         scores = {
             name.removeprefix(prefix): value for name, value in (training or {}).items() if name.startswith(prefix)
         }
         names = [name for name in scores if not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
-        data: Any = (data_name(training, files) if training and names else None) or HELD_OUT
+        data: Any = (data_name(training, files) if training and names else None) or HELD_OUT_DATASET
         for name in names:
             row = {"metric_type": name, "metric_name": name, "metric_value": round(scores[name], 4)}
-            found.append(EvalResult(task_type=task or "other", dataset_split=split, **row, **data))
-    return found
+            results.append(EvalResult(task_type=task or "other", dataset_split=split, **row, **data))
+    return results
 
 
-def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return the variant configuration of a model and the facts about it; None for other architectures."""
+def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Return the variant configuration of a model and its `collect_variant_facts`, or None for other architectures."""
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), cost_table(config)
-    return variant, variant_facts(variant, used_fields(variant_model_class(table.architecture), variant), table)
+    return variant, collect_variant_facts(
+        variant, used_fields(variant_model_class(table.architecture), variant), table
+    )
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _datasets(steps: Sequence[Step]) -> list[str] | None:
-    found = []
+def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
+    datasets = []
     for step in steps:
         if step["kind"] == "training":
-            named = data_name(step, ())
-            benchmark = named is not None and ("dataset" in step or named["dataset_type"] == "nyu-mll/glue")
-            name = named["dataset_type"] if named and benchmark else step["arguments"].get("dataset_name")
+            data = data_name(step, ())
+            is_benchmark = data is not None and ("dataset" in step or data["dataset_type"] == "nyu-mll/glue")
+            name = data["dataset_type"] if data and is_benchmark else step["arguments"].get("dataset_name")
             if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
-                found.append(name)
-    return list(dict.fromkeys(found)) or None
+                datasets.append(name)
+    return list(dict.fromkeys(datasets)) or None
 
 
-def _source_tags(given: Any, task: str | None, is_sentence_model: bool) -> list[str]:
-    """Return the original model's tags that hold for this one too: no file formats, and no other task."""
-    gone = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
-    found = dict.fromkeys(given if isinstance(given, list) else ())
-    return [tag for tag in found if tag not in gone and not FORMAT_TAGS.fullmatch(tag.lower())]
+def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
+    """Return the tags of the original model that also apply to this model: no file formats and no other tasks."""
+    removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
+    unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())
+    return [tag for tag in unique_tags if tag not in removed and not FORMAT_TAGS.fullmatch(tag.lower())]

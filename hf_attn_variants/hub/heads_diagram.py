@@ -1,27 +1,34 @@
-"""Which query heads read which key/value heads, and the latents that these are made from, drawn in text."""
+"""Text diagram of a variant: its query heads, key/value heads, latents and talking-heads projections."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from ..inspection.costs import values_by_layer
 from ..inspection.tables import talking_by_place
-from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.field_table import row_of
+from ..modeling.fields.field_texts import PLACES
 from ..modeling.mechanisms.head_sharing import consecutive_groups
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
 
 __all__ = ["heads_diagram", "layers_text"]
 
 MAX_WIDTH = 90
-SITES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
+HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
-    """Return a drawing of a variant configuration's heads: groups side by side, talking heads as a chain.
+    """Return a diagram of the heads of a variant: the groups in columns, and the talking-heads projections in a line.
 
     Args:
         config: a variant configuration.
-        fields: those of key/value heads and ranks that the model has attentions for; several (T5's) get a drawing
-            each. None = all.
+        fields: the fields of key/value heads and ranks that apply to attentions of the model. Each field of heads has
+            a diagram, so that T5 has two. None means all fields.
+
+    Example:
+        For 4 query heads and 2 key/value heads::
+
+            query heads     | q0 q1 | q2 q3 |
+            key/value heads |  kv0  |  kv1  |
     """
     fields = (*config.kv_heads_fields(), *config.rank_fields()) if fields is None else fields
     kv_fields = [name for name in config.kv_heads_fields() if name in fields]
@@ -29,42 +36,42 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     for field in kv_fields:
         counts = values_by_layer(config, field) or [getattr(config, field)]
         for count in dict.fromkeys(counts):
-            title = [SITES[field]] if len(kv_fields) > 1 else []
+            title = [HEADS_TITLES[field]] if len(kv_fields) > 1 else []
             title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
-            blocks.append("\n".join([*head, *_groups(config.query_heads(field), count)]))
-    latents = [_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
+            blocks.append("\n".join([*head, *_draw_groups(config.query_heads(field), count)]))
+    latents = [_describe_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
-    if chains := _chains(config, kv_fields):
+    if chains := _draw_chains(config, kv_fields):
         blocks.append(chains)
     return "\n\n".join(blocks)
 
 
 def layers_text(values: Sequence[Any], value: Any) -> str:
-    """Return which layers have a value, counted from 0: "layers 0, 2"."""
-    layers = [str(layer) for layer, each in enumerate(values) if each == value]
+    """Return the layers that have a value, counted from 0: "layers 0, 2"."""
+    layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
-def _latent(config: Any, field: str, is_t5: bool) -> str:
-    """Return the line about a latent, or an empty text if the attention has no latent."""
+def _describe_latent(config: Any, field: str, is_t5: bool) -> str:
+    """Return the sentence about a latent, or an empty text if the attention has no latent."""
     ranks, parts = values_by_layer(config, field), []
-    for rank in dict.fromkeys(each for each in ranks if each is not None):
+    for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
     prefix, _ = row_of(field)
-    whose = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
-    made = f"Keys and values of {whose} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
-    return made if parts else ""
+    owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
+    text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
+    return text if parts else ""
 
 
-def _groups(heads: int, kv_heads: int) -> list[str]:
+def _draw_groups(heads: int, kv_heads: int) -> list[str]:
     groups = [[f"q{head}" for head in group] for group in consecutive_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
-    if _width(queries, keys) > MAX_WIDTH:
+    if _compute_width(queries, keys) > MAX_WIDTH:
         queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
-    if _width(queries, keys) > MAX_WIDTH:
+    if _compute_width(queries, keys) > MAX_WIDTH:
         queries, keys = [*queries[:4], "...", queries[-1]], [*keys[:4], "...", keys[-1]]
     widths = [max(len(query), len(key)) for query, key in zip(queries, keys, strict=True)]
     rows = (("query heads", queries), ("key/value heads", keys))
@@ -74,27 +81,27 @@ def _groups(heads: int, kv_heads: int) -> list[str]:
     ]
 
 
-def _width(queries: list[str], keys: list[str]) -> int:
+def _compute_width(queries: list[str], keys: list[str]) -> int:
     return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
 
 
-def _chains(config: Any, kv_fields: Sequence[str]) -> str:
-    """Return the talking-heads projections: one line if all places have the same, otherwise one line per place."""
+def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
+    """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
-        prefix: [_chain(query_heads_there(config, prefix), each) for each in layers]
+        prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
         return next(chain for chains in by_place.values() for chain in chains)
     lines = []
     for prefix, chains in by_place.items():
-        for chain in dict.fromkeys(each for each in chains if each):
+        for chain in dict.fromkeys(filter(None, chains)):
             where = f", {layers_text(chains, chain)}" if len({*chains}) > 1 else ""
             lines.append(f"{PLACES[prefix].here}{where}: {chain}")
     return "\n".join(lines)
 
 
-def _chain(heads: int, talking: TalkingHeads) -> str:
+def _draw_chain(heads: int, talking: TalkingHeads) -> str:
     """Return the talking-heads projections of one attention module, or an empty text if it has none."""
     if talking.kind is None:
         return ""

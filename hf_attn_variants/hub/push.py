@@ -1,4 +1,4 @@
-"""Pushing a checkpoint to the Hub in one commit, also at the end of a training."""
+"""Pushing of a checkpoint to the Hub in one commit, by itself or at the end of a training."""
 
 import re
 import tempfile
@@ -28,51 +28,59 @@ from ..files import (
     TRAINING_LEFTOVERS,
 )
 from ..model_history import read_history
-from .card import CardOptions, begins_with_model, holds_secret, is_untouched, model_card, names_places, shared_content
+from .card import (
+    CardOptions,
+    contains_local_path,
+    contains_secret,
+    is_untouched,
+    make_shareable,
+    model_card,
+    starts_from_model,
+)
 
 __all__ = [
     "PushPlan",
     "PushResult",
     "check_hub_access",
     "check_visibility",
-    "explained",
-    "folder_files",
+    "explain_hub_errors",
     "full_repo_id",
+    "list_folder_files",
     "plan_push",
     "push_checkpoint",
     "push_trained",
 ]
 
-# What training leaves beside the model, by name or by the first folder of the path.
+# Files of a training, by name or by the first folder of the path.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
-# They name folders of the machine they were written on.
+# Reports that contain local paths, which are removed before a push.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
-# Text that is uploaded as it is, if it is shorter: whoever wrote it may have written more than is meant for others.
+# Text files, which are pushed unchanged. Short ones are checked for local paths, because they can be private notes.
 NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
 MOST_NOTES_BYTES = 2**20
 WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-# What to do about an answer of the Hub whose message does not say it.
-ADVICE = {
-    401: "Run `hf auth login` with a token that may write, or give --token.",
+# Advice for statuses of the Hub whose messages contain none.
+STATUS_ADVICE = {
+    401: "Run `hf auth login` with a token that has write access, or give --token.",
     403: "Give a token with write access, or another --repo_id.",
-    409: "Somebody else is pushing to it at the same time: look at what is there now.",
-    412: "Somebody else is pushing to it at the same time: look at what is there now.",
+    409: "Another process pushes to the repository at the same time. Check its content.",
+    412: "Another process pushes to the repository at the same time. Check its content.",
 }
-AGAIN = "Then repeat the command: it sends only files that are missing, and makes no commit twice."
+AGAIN = "Then repeat the command. It sends only missing files and makes only one commit."
 
 
 @dataclass(frozen=True)
 class PushPlan:
-    """The files and the card that a push would upload.
+    """Files and model card of a push.
 
     Args:
-        folder: the checkpoint.
+        folder: the folder of the checkpoint.
         repo_id: "user/name", or "name" for the account of the token.
-        files: each file to upload with its size in bytes, the card apart.
-        left_out: each file or folder that stays, with the reason.
+        files: the files to push, with their sizes in bytes, without the card.
+        left_out: the files and folders that are not pushed, with the reasons.
         card: the text of README.md.
-        warnings: what is missing without being an error.
+        warnings: sentences about missing information that is not required.
     """
 
     folder: Path
@@ -83,25 +91,25 @@ class PushPlan:
     warnings: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return the plan in lines for people."""
+        """Return a readable list of the files and warnings."""
         total = sum(self.files.values()) + len(self.card.encode())
         lines = [f"{self.folder} -> {self.repo_id}: {len(self.files) + 1} files, {total:,} bytes"]
         lines += [f"  {size:>15,}  {name}" for name, size in self.files.items()]
         lines.append(f"  {len(self.card.encode()):>15,}  {CARD_NAME} (the model card)")
-        lines += [f"  stays: {name} ({reason})" for name, reason in self.left_out.items()]
+        lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
         return "\n".join(lines + [f"  note: {warning}" for warning in self.warnings])
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """Where a checkpoint is now.
+    """Result of a push.
 
     Args:
         repo_id: the repository with its namespace.
-        url: its address.
-        commit: the commit's id, for `revision=`.
-        changed: whether the push changed anything; a repeated one does not.
-        removed: stale files of an earlier push that the commit removed.
+        url: the address of the repository.
+        commit: the id of the commit, for `revision=`.
+        changed: whether the push changed the repository.
+        removed: files of an earlier push that the commit removed.
     """
 
     repo_id: str
@@ -118,50 +126,58 @@ def plan_push(
     card: str | None = None,
     allow_pickle: bool = False,
 ) -> PushPlan:
-    """Check a checkpoint folder and say what of it would go up; nothing is sent.
+    """Check a checkpoint folder and return the files that a push would send. Nothing is sent.
 
     Args:
-        folder: config.json, safetensors weights, the code files that it names, and further files.
+        folder: the folder with config.json, safetensors weights, the code files that config.json names, and further
+            files.
         repo_id: "user/name", or "name".
-        card_options: what the generated card says beyond the folder.
-        card: the text of a card to use instead of a generated one.
-        allow_pickle: upload pickled files too, which can run code when they are loaded.
+        card_options: values of the generated card that are not in the folder.
+        card: the text of a card that is used instead of a generated card.
+        allow_pickle: whether to push pickle files, which can run code when they are loaded.
 
     Raises:
-        OSError: if weights or code files are missing or truncated.
-        ValueError: if the configuration or the repository's name is wrong.
+        OSError: if weights or code files are missing or incomplete.
+        ValueError: if the configuration or the name of the repository is not valid.
+
+    Example:
+        >>> print(plan_push("bert-gqa4", "user/bert-gqa4").summary())
     """
     folder = Path(folder).expanduser()
     validate_repo_id(repo_id)
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
+        raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
     check_files(folder)
     check_whole_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
-        pass  # headers and sizes of all weight files are right
+        pass  # opening checks the headers and sizes of all weight files
     _check_code(folder, read_config(folder).get("auto_map"))
-    files, left_out = folder_files(folder, allow_pickle)
+    files, left_out = list_folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
-        left_out[CARD_NAME] = "the model card takes its place; --card uploads it"
-    warnings = [] if any(name in files for name in TOKENIZER_FILES) else ["the folder has no tokenizer"]
-    notes = [name for name in files if not name.startswith(("vocab", "merges")) and names_places(_note(folder / name))]
-    warnings += [f"{name} names folders of a machine, and goes up as it is" for name in notes]
+        left_out[CARD_NAME] = "the generated model card replaces it; --card pushes it"
+    warnings = [] if any(name in files for name in TOKENIZER_FILES) else ["The folder contains no tokenizer."]
+    notes = [
+        name
+        for name in files
+        if not name.startswith(("vocab", "merges")) and contains_local_path(_read_note(folder / name))
+    ]
+    warnings += [f"{name} contains local paths and is pushed unchanged." for name in notes]
     if card is None:
         history = read_history(folder)
-        made = model_card(folder, repo_id, card_options, history)
-        card, data = str(made), made.data.to_dict()
-        warnings += [f"{problem} The card is without it." for problem in history.problems]
-        if data.get("base_model") is None and any(begins_with_model(step) for step in history.steps):
-            warnings.append("the card names no model that this one was made from: give --base_model")
+        generated = model_card(folder, repo_id, card_options, history)
+        card, data = str(generated), generated.data.to_dict()
+        warnings += [f"{problem} The card does not contain it." for problem in history.problems]
+        if data.get("base_model") is None and any(starts_from_model(step) for step in history.steps):
+            warnings.append("The card has no base model. Give --base_model.")
         if data.get("license") is None:
-            warnings.append("the card states no licence: give --license")
+            warnings.append("The card has no license. Give --license.")
         if "/" not in repo_id:
-            warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
+            warnings.append(f"The example on the card loads {repo_id!r} without a user name. Give user/{repo_id}.")
     return PushPlan(folder, repo_id, files, left_out, card, warnings)
 
 
-def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
-    """List a checkpoint folder, the card apart: what goes up with its size in bytes, what stays with the reason."""
+def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the files of a folder to push with their sizes in bytes, and the other files with the reasons."""
     files: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
@@ -170,36 +186,36 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
         if any(part.startswith(".") or part == "__pycache__" for part in name.split("/")):
             if "/" not in name:
                 left_out[name] = "hidden"
-        elif any(name.startswith(f"{each}/") for each in left_out):
+        elif any(name.startswith(f"{folder_name}/") for folder_name in left_out):
             continue
         elif reason := explain_unsafe_path(path, folder):
             left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
-            left_out[first] = "of the training run"
+            left_out[first] = "a file of the training"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
-            left_out[name] = "a pickle; --allow_pickle uploads it"
+            left_out[name] = "a pickle file; --allow_pickle pushes it"
         elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOGS):
             left_out[name] = "a log"
-        elif path.is_file() and holds_secret(_note(path)):
-            left_out[name] = "it holds a token, or an address with a password"
+        elif path.is_file() and contains_secret(_read_note(path)):
+            left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
             try:
-                content = shared_content(path, name in WITHOUT_PATHS)
+                content = make_shareable(path, name in WITHOUT_PATHS)
                 files[name] = path.stat().st_size if content is None else len(content)
-            except (ValueError, OSError, RecursionError):  # folders of this machine cannot be taken out of it
+            except (ValueError, OSError, RecursionError):  # local paths in it cannot be removed
                 left_out[name] = "cannot be read"
     return files, left_out
 
 
 def full_repo_id(repo_id: str, api: HfApi) -> str:
-    """Return "user/name"; a name without an account gets that of the client's token.
+    """Return "user/name". A name without a user gets the user of the client's token.
 
     Raises:
-        OSError: if the Hub has to be asked and does not accept the token, or cannot be reached.
+        OSError: if the user must be requested, and the Hub rejects the token or cannot be reached.
     """
     if "/" in repo_id:
         return repo_id
-    with explained(repo_id):
+    with explain_hub_errors(repo_id):
         return f"{api.whoami()['name']}/{repo_id}"
 
 
@@ -211,39 +227,41 @@ def push_checkpoint(
     overwrite_card: bool = False,
     api: HfApi | None = None,
 ) -> PushResult:
-    """Upload a plan in one commit, on top of what is in the repository; create repository and branch where needed.
+    """Push the files of a plan in one commit. The repository and the branch are created if they do not exist.
 
-    The same commit removes weight files and reports of an earlier push that this one does not have: two sets of
-    weights would be two models, and an earlier report would count as a further step.
+    The commit also removes weight files and reports of an earlier push that the plan does not contain. Otherwise the
+    repository would contain two models, or an old report would count as a further step.
 
     Args:
-        plan: of `plan_push`.
-        private: make a new repository private or public; an existing one must already be what is asked for.
-        revision: a branch; None = main.
-        commit_message: of the commit.
-        overwrite_card: replace a README.md on the Hub that somebody edited.
-        api: the client with its endpoint and token; None = the stored login.
+        plan: the result of `plan_push`.
+        private: whether a new repository is private. If it is not None, an existing repository must match.
+        revision: a branch. None means main.
+        commit_message: the message of the commit.
+        overwrite_card: whether to replace a README.md that was edited on the Hub.
+        api: the client with its endpoint and token. None means the stored login.
+
+    Returns:
+        The repository and the commit.
 
     Raises:
-        OSError: if it was not pushed, with what to do; then no file of the repository has changed.
-        ValueError: if the repository is public and `private` is true, or the reverse, or holds a README.md that
-            somebody wrote.
+        OSError: if the push fails. No file of the repository has changed then, and the message says what to do.
+        ValueError: if the visibility of the repository does not match `private`, or its README.md was edited by hand.
     """
     api = api or HfApi()
-    with explained(plan.repo_id):
+    with explain_hub_errors(plan.repo_id):
         repo_id = full_repo_id(plan.repo_id, api)
         if not check_visibility(api, repo_id, private):
             api.create_repo(repo_id, private=private)
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
-        existing = [each.rfilename for each in info.siblings or []]
+        existing = [sibling.rfilename for sibling in info.siblings or []]
         if CARD_NAME in existing and not overwrite_card:
             _check_remote_card(api, repo_id, str(info.sha), plan.card)
         weights_and_reports = (name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS)
         stale = sorted(name for name in weights_and_reports if name not in plan.files)
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-        operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
+        operations += [CommitOperationAdd(name, _get_payload(plan.folder, name)) for name in plan.files]
         operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
         commit = api.create_commit(
             repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
@@ -252,116 +270,120 @@ def push_checkpoint(
 
 
 def _check_code(folder: Path, auto_map: Any) -> None:
-    """Check that the code files which `auto_map` names, and those which they import, are in the folder."""
+    """Check that the folder contains the code files in `auto_map` and the files that they import."""
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
-    references = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    for reference in (each for each in references if each is not None):
+    references = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
+    for reference in (entry for entry in references if entry is not None):
         if not re.fullmatch(r"\w+\.\w+", str(reference)):
             raise ValueError(
-                f"{folder}: `auto_map` names {reference!r}, which is not in the folder; save the model again by "
+                f"{folder}: `auto_map` must name code in the folder, got {reference!r}. Save the model again with "
                 "`save_pretrained`, which also saves its code."
             )
         get_relative_import_files(folder / f"{reference.split('.')[0]}.py")  # raises FileNotFoundError
 
 
 def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
-    """Return whether a repository exists.
+    """Return whether a repository exists, after a check of its visibility.
 
     Raises:
-        ValueError: if it is public and `private` is true, or the reverse.
+        ValueError: if the repository is public and `private` is true, or private and `private` is false.
     """
     try:
-        found = api.model_info(repo_id).private
+        is_private = api.model_info(repo_id).private
     except RepositoryNotFoundError:
         return False
-    if private is not None and found is not None and private != found:
-        there, asked = ("private", "public") if found else ("public", "private")
+    if private is not None and is_private is not None and private != is_private:
+        current, requested = ("private", "public") if is_private else ("public", "private")
         raise ValueError(
-            f"{repo_id} exists and is {there}, a {asked} one was asked for: change it in its settings on the Hub, or "
-            "name another one."
+            f"{repo_id} must be {requested}, but it exists and is {current}. Change its settings on the Hub, or name "
+            "another repository."
         )
     return True
 
 
 def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # the cache may lie where nothing can be written
+    with tempfile.TemporaryDirectory() as folder:  # the cache may be read-only
         path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
         text = Path(path).read_text(encoding="utf-8")
     if text != card and not is_untouched(text):
         raise ValueError(
-            f"{repo_id} has a README.md that was written or edited by hand: keep it by --card with a copy of it, or "
-            "replace it by --overwrite_card."
+            f"{repo_id} has a README.md that was edited by hand. Give a copy of it as --card to keep it, or "
+            "--overwrite_card to replace it."
         )
 
 
-def _payload(folder: Path, name: str) -> str | bytes:
-    return shared_content(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
+def _get_payload(folder: Path, name: str) -> str | bytes:
+    return make_shareable(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
-def _note(path: Path) -> str:
-    """Return what a file of text says; nothing of another kind of file."""
+def _read_note(path: Path) -> str:
+    """Return the content of a short text file, or an empty text for other files."""
     if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
         return ""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
-def explained(repo_id: str) -> Iterator[None]:
-    """Turn what the client raises in a push into an OSError that says what to do; other errors of values stay."""
+def explain_hub_errors(repo_id: str) -> Iterator[None]:
+    """Convert errors of the Hub client into an OSError that says what to do. Other ValueErrors are not changed."""
     try:
         yield
-    except Exception as error:  # of the connection: three HTTP libraries of as many releases have errors of their own
+    except Exception as error:  # connection errors have different types in different HTTP libraries
         if isinstance(error, ValueError) and not isinstance(error, HfHubHTTPError):
             raise
         cause: BaseException = error
         while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        advice = ADVICE.get(cause.response.status_code, "") if isinstance(cause, HfHubHTTPError) else ""
+        advice = STATUS_ADVICE.get(cause.response.status_code, "") if isinstance(cause, HfHubHTTPError) else ""
         text = f"{repo_id} was not pushed: {type(cause).__name__}: {' '.join(str(cause).split())[:300]} {advice}"
         raise OSError(f"{text.rstrip()} {AGAIN}") from error
 
 
 def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> None:
-    """Check before a training that its model can be pushed after it.
+    """Check before a training that its model can be pushed afterwards.
 
     Args:
-        output_dir: the folder for the model; its name is the default of the repository's.
-        hub_model_id: the repository, user/name.
-        private: whether it is to be private.
-        token: instead of the stored one.
+        output_dir: the folder of the model. Its name is the default name of the repository.
+        hub_model_id: the repository, as user/name.
+        private: whether the repository must be private.
+        token: a token. None means the stored login.
 
     Raises:
-        ValueError: if the repository's name is wrong, or it is public and `private` is true.
-        OSError: if there is no valid token, or the Hub does not answer.
+        ValueError: if the name of the repository is not valid, or the repository is public and `private` is true.
+        OSError: if there is no valid token, or the Hub cannot be reached.
     """
-    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     validate_repo_id(repo_id)
-    with explained(repo_id):
+    with explain_hub_errors(repo_id):
         api.whoami()
         check_visibility(api, full_repo_id(repo_id, api), private or None)
 
 
 def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
-    """Upload a trained model without its checkpoints, with a model card of the run, in one commit.
+    """Push a trained model with a generated model card in one commit. Training checkpoints are left out.
 
-    Args: as of `check_hub_access`.
+    Args:
+        output_dir: the folder of the model. Its name is the default name of the repository.
+        hub_model_id: the repository, as user/name.
+        private: whether the repository must be private.
+        token: a token. None means the stored login.
 
     Returns:
-        Where it is on the Hub.
+        The address of the repository.
 
     Raises:
-        OSError: if it was not pushed; the model is in the folder, and the message says what to do.
+        OSError: if the push fails. The model is in the folder, and the message says what to do.
     """
-    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:
         plan = plan_push(output_dir, full_repo_id(repo_id, api))
         return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
     except (ValueError, OSError) as error:
         raise OSError(
-            f"{error} The trained model is in {output_dir}; `attn-variants push --model_name_or_path {output_dir} "
-            f"--repo_id {repo_id}` pushes it without training again."
+            f"{error} The trained model is in {output_dir}. Push it without a new training: `attn-variants push "
+            f"--model_name_or_path {output_dir} --repo_id {repo_id}`."
         ) from error
 
 
-def _repo_id(output_dir: str, hub_model_id: str | None) -> str:
+def _get_repo_id(output_dir: str, hub_model_id: str | None) -> str:
     return hub_model_id or Path(output_dir).resolve().name

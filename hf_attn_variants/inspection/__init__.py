@@ -1,10 +1,11 @@
-"""Looking at a model: what it costs, how fast it is, how good it is without training, what its heads attend to."""
+"""Tools that inspect a model: cost, speed, quality without training, and attention maps."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Imported when it is first used: embeddings need scipy, which counting does without.
-_PLACES = {
+# The submodule of each public name. A submodule is imported at the first use of its names, because sentence
+# embeddings need scipy and counting does not.
+_SUBMODULES = {
     "attention_projection_flops": "counting",
     "cosine_similarities": "sentence_similarity",
     "mean_pooled": "sentence_similarity",
@@ -20,18 +21,19 @@ __all__ = [
 ]
 
 
-def _found(name: str) -> Any:
-    if name not in _PLACES:
+def _import_attribute(name: str) -> Any:
+    """Import the submodule that defines a public name, and return the named object."""
+    if name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_SUBMODULES[name]}", __name__), name)
 
 
-# A type checker that saw it would take any name for one that is here.
+# A type checker that saw `__getattr__` would accept any attribute of this package.
 if TYPE_CHECKING:
     from .counting import attention_projection_flops
     from .sentence_similarity import cosine_similarities, mean_pooled, sentence_embeddings, similarity_spearman
 else:
-    __getattr__ = _found
+    __getattr__ = _import_attribute
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
-"""Attention maps of a model on one text, before and after talking heads, as tensors and as an HTML page.
+"""Attention maps of a model on one text, before and after the talking-heads projections.
 
-Shapes are as in `softmax_attention`. The page needs neither a network nor other files.
+The maps are available as tensors and as an HTML page, which needs neither a network connection nor other files. The
+letters of the shapes are those of `modeling.ops.softmax_attention`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..input_files import is_unicode
-from ..model_properties import limits_of_the_call
+from ..model_properties import ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -28,10 +29,10 @@ from ..modeling.ops.reach import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
-__all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps", "attention_page"]
+__all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "attention_page"]
 
-# For each attention site, its name on the page, and its name in the outputs of a model.
-SITES = {
+# {attention: (its name on the page, the field of the model outputs that holds its weights)}.
+ATTENTION_NAMES = {
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),
     "decoder": ("decoder layer {}, self-attention", "decoder_attentions"),
@@ -41,24 +42,24 @@ SITES = {
 
 @dataclass(frozen=True)
 class Stage:
-    """One map per head at one point of an attention."""
+    """One map per head at one stage of the attention computation."""
 
     name: str  # "logits_before", "logits_after", "weights_before", "weights_after"; "weights" without talking heads
     title: str  # the name on the page
     head: str  # the kind of the heads: "query head", "softmax head", "value head" or "head"
-    # [heads, n, m]. Logits minus the mean of their row, which the softmax ignores; NaN where a query may not attend.
+    # [heads, n, m]. Each row of logits has mean 0, because the softmax ignores a constant. Masked entries are NaN.
     maps: torch.Tensor
-    kv_heads: tuple[int, ...] = ()  # for each head the key/value head that it reads; () if heads do not share any
+    kv_heads: tuple[int, ...] = ()  # the key/value head that each head reads; () if no heads share one
 
     @property
     def is_logits(self) -> bool:
-        """Whether the maps are logits, and not weights."""
+        """Whether the maps are logits instead of weights."""
         return self.name.startswith("logits")
 
 
 @dataclass(frozen=True)
-class Projection:
-    """A learned projection across heads, P_l or P_w: a row for each input head, a column for each output head."""
+class HeadProjection:
+    """A learned projection across heads, P_l or P_w, with one row per input head and one column per output head."""
 
     name: str
     rows: str
@@ -68,26 +69,26 @@ class Projection:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """One attention of one layer, called on one text."""
+    """The maps of one attention of one layer for one text."""
 
     site: str  # "self", "encoder", "decoder" or "cross"
-    layer: int  # counted from 0
+    layer: int  # the index of the layer, from 0
     query_tokens: tuple[str, ...]  # the labels of the rows
     key_tokens: tuple[str, ...]  # the labels of the columns
     stages: tuple[Stage, ...]  # in the order in which they are computed
-    projections: tuple[Projection, ...]
+    projections: tuple[HeadProjection, ...]
     kv_heads: int  # k, the number of key/value heads
     dynamic: tuple[str, ...] = ()  # the names of the input-dependent terms of the projections
 
     @property
     def name(self) -> str:
-        """The layer and the place, as in "decoder layer 1, cross-attention"."""
-        return SITES[self.site][0].format(self.layer)
+        """The name of the attention on the page, for example "decoder layer 1, cross-attention"."""
+        return ATTENTION_NAMES[self.site][0].format(self.layer)
 
 
 @dataclass(frozen=True)
 class TextMaps:
-    """All attentions of a model on one text, in the order of the forward pass."""
+    """The maps of all attentions of a model for one text, in the order of the forward pass."""
 
     text: str
     target_text: str | None  # the text that the decoder reads
@@ -107,21 +108,30 @@ def attention_maps(
     """Run a model on one text and return the maps of every attention and head.
 
     Args:
-        model: a model of this package; it is in the same mode afterwards.
-        tokenizer: of the model.
-        text: the input.
-        target_text: the text that the decoder of an encoder-decoder reads, with teacher forcing; default: its own
-            greedy output. Row i of the decoder reads token i-1 (the first row the start token) and predicts token i.
-        max_length: tokens, special ones included, after which text and target are cut.
+        model: A model of this package. Its training mode is restored afterwards.
+        tokenizer: The tokenizer of the model.
+        text: The input text.
+        target_text: The text that the decoder of an encoder-decoder reads (teacher forcing). By default, the decoder
+            reads its own greedy output. Row i of a decoder map reads token i-1 and predicts token i. The first row
+            reads the start token.
+        max_length: The number of tokens, with special tokens, at which the text and the target are truncated.
+
+    Returns:
+        The maps of all attentions.
 
     Raises:
-        ValueError: if the model is not of this package, a text is empty, or `target_text` does not fit the model.
+        ValueError: If the model is not a model of this package, a text is empty, or the model does not support
+            `target_text`.
+
+    Example:
+        >>> maps = attention_maps(model, tokenizer, "The cat sat on the mat.")
+        >>> Path("maps.html").write_text(attention_page(maps, "my-model"), encoding="utf-8")
     """
     if not isinstance(model, AttnVariantModelMixin):
-        raise ValueError(f"`model` must be a model of this package; {type(model).__name__} is none.")
+        raise ValueError(f"`model` must be a model of this package, got {type(model).__name__}. Use `convert`.")
     has_decoder = hasattr(model.base_model, "decoder")
     if target_text is not None and not has_decoder:
-        raise ValueError(f"`target_text` is for encoder-decoders; {type(model).__name__} has no decoder.")
+        raise ValueError(f"`target_text` requires a decoder, which {type(model).__name__} does not have. Omit it.")
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()
     try:
@@ -135,7 +145,9 @@ def attention_maps(
     tokens = {"text": inputs["input_ids"][0].tolist()}
     tokens["target"] = inputs["decoder_input_ids"][0].tolist() if has_decoder else []
     labels = {name: tuple(_label(tokenizer, token) for token in ids) for name, ids in tokens.items()}
-    weights = {name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in SITES.items()}
+    weights = {
+        name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
+    }
     attentions = tuple(_maps_of_call(*call, labels, *next(weights[call[0].name])) for call in calls)
     return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
@@ -143,13 +155,13 @@ def attention_maps(
 def _model_inputs(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
 ) -> tuple[dict[str, torch.Tensor], str | None, bool]:
-    """Return the arguments of the model, the text that a decoder reads, and whether a text was cut."""
+    """Return the model inputs, the text that the decoder reads, and whether a text was truncated."""
     encoded, is_cut = {}, False
-    for name, each in (("text", text), ("target_text", target_text)):
-        if each is not None:
-            if not is_unicode(each) or not each.strip() or not (length := len(tokenizer(each)["input_ids"])):
-                raise ValueError(f"`{name}` is empty or not Unicode text, got {each!r:.80}.")
-            encoded[name] = tokenizer(each, truncation=True, max_length=max_length, return_tensors="pt")
+    for name, passage in (("text", text), ("target_text", target_text)):
+        if passage is not None:
+            if not is_unicode(passage) or not passage.strip() or not (length := len(tokenizer(passage)["input_ids"])):
+                raise ValueError(f"`{name}` must be Unicode text with at least one token, got {passage!r:.80}.")
+            encoded[name] = tokenizer(passage, truncation=True, max_length=max_length, return_tensors="pt")
             is_cut |= length > max_length
     inputs = {name: encoded["text"][name].to(model.device) for name in ("input_ids", "attention_mask")}
     if not hasattr(model.base_model, "decoder"):
@@ -158,25 +170,29 @@ def _model_inputs(
         target = encoded["target_text"]["input_ids"].to(model.device)
     elif model.can_generate():
         options: dict[str, Any] = {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
-        with limits_of_the_call(model):
+        with ignore_saved_length_limits(model):
             target = model.generate(**inputs, **options, use_cache=can_cache(model.config))[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:
-        raise ValueError(f"`target_text` is needed, because {type(model).__name__} does not generate.")
+        raise ValueError(f"`target_text` is required, because {type(model).__name__} cannot generate. Pass it.")
     start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
     return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return the text of a token, or its name in the vocabulary if it is not readable by itself."""
+    """Return the text of a token, or its vocabulary entry if the text is empty or not valid Unicode."""
     text = str(tokenizer.decode([token])).strip()
     return str(tokenizer.convert_ids_to_tokens(token)) if not text or "\N{REPLACEMENT CHARACTER}" in text else text
 
 
 @contextmanager
 def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
-    """Yield a list that gets each call of an attention: its site, module, and stages before the last one."""
+    """Record the attention calls of a model.
+
+    The context manager yields a list. Each call appends the description of the attention, its core module, and its
+    stages except the last one, whose weights the model returns.
+    """
     calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
     hooks = [
         module.get_submodule(site.core).register_forward_pre_hook(
@@ -189,7 +205,7 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
         calls[-1][-1].extend(_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
-    # The code of a repository has its own functions.
+    # The remote code of a checkpoint has its own copies of these functions.
     registered = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation].__globals__
     modules = (vars(attention_interface), vars(mechanism_attention), registered)
     namespaces = {id(names): names for names in modules}.values()
@@ -208,9 +224,9 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
 def _mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
 ) -> Iterator[Stage]:
-    """Yield the stages of a call with talking heads, except the weights that the model returns."""
+    """Yield the stages of a call with talking-heads projections, except the weights that the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
-    reads_keys = _reads(heads, key.shape[1])
+    reads_keys = _kv_heads_read(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
@@ -239,7 +255,7 @@ def _maps_of_call(
     layer: int,
     weights: torch.Tensor,
 ) -> AttentionMaps:
-    """Return the maps of one call, with the weights [1, h_v, n, m] that the model returns as the last stage."""
+    """Return the maps of one call. The last stage holds the weights [1, h_v, n, m] that the model returns."""
     decodes, heads = site.stack == "decoder", core.heads
     logits_proj, weights_proj = (getattr(core, name, None) for name in PROJECTIONS)
     if not core.projection_names:
@@ -248,9 +264,13 @@ def _maps_of_call(
         last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
-    stage = Stage(*last[:3], _cpu(weights[0]), _reads(heads.output, last[3]))
+    stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
     named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    projections = tuple(Projection(*each[:3], _cpu(each[3])) for each in named if each[3] is not None)
+    projections = tuple(
+        HeadProjection(name, rows, columns, _cpu(matrix))
+        for name, rows, columns, matrix in named
+        if matrix is not None
+    )
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     stages = (*mixed, stage)
@@ -258,7 +278,7 @@ def _maps_of_call(
 
 
 def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of the keys: tokens, compressed tokens, or summaries of blocks before the tokens."""
+    """Return the labels of the keys: the tokens, groups of compressed tokens, or block summaries and the tokens."""
     if core.compression is not None:
         stride = core.compression.stride
         blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
@@ -268,30 +288,40 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
     return tokens
 
 
-def _reads(heads: int, kv_heads: int) -> tuple[int, ...]:
+def _kv_heads_read(heads: int, kv_heads: int) -> tuple[int, ...]:
+    """Return the key/value head that each head reads, or () if no heads share one."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 
 def _cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached float32 copy of a tensor on the CPU."""
     return tensor.detach().float().cpu()
 
 
 def attention_page(maps: TextMaps, model_name: str) -> str:
-    """Return the HTML page of the result of `attention_maps`, with the name of the model as its title."""
+    """Return an HTML page that shows attention maps.
+
+    Args:
+        maps: The result of `attention_maps`.
+        model_name: The title of the page.
+
+    Returns:
+        The text of the page.
+    """
     attentions = [
         {
-            "name": each.name,
-            "rows": each.query_tokens,
-            "columns": each.key_tokens,
-            "kvHeads": each.kv_heads,
-            "dynamic": each.dynamic,
-            "stages": [_stage(stage) for stage in each.stages],
+            "name": attention.name,
+            "rows": attention.query_tokens,
+            "columns": attention.key_tokens,
+            "kvHeads": attention.kv_heads,
+            "dynamic": attention.dynamic,
+            "stages": [_encode_stage(stage) for stage in attention.stages],
             "projections": [
-                vars(one) | {"matrix": one.matrix.round(decimals=4).tolist()}
-                for one in _with_changes(each.projections)
+                vars(projection) | {"matrix": projection.matrix.round(decimals=4).tolist()}
+                for projection in _with_changes(attention.projections)
             ],
         }
-        for each in maps.attentions
+        for attention in maps.attentions
     ]
     content: dict[str, Any] = {"model": model_name, "text": maps.text, "target": maps.target_text}
     content |= {
@@ -299,14 +329,15 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
         "isCut": maps.is_cut,
         "attentions": attentions,
     }
-    data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # "<" could end the script element
+    data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # a "<" could end the script element
     return Path(__file__).with_name("attention_maps.html").read_text(encoding="utf-8").replace("@DATA@", data)
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _encode_stage(stage: Stage) -> dict[str, Any]:
+    """Return the JSON values of a stage, with its maps as 16-bit numbers in base64."""
     known = stage.maps[~stage.maps.isnan()]
     lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())
-    # A value is a 16-bit number: 0 for NaN, and 1 to 65535 from the lowest to the highest.
+    # Each value becomes a 16-bit number: 0 for NaN, and 1 to 65535 for the range from the lowest to the highest value.
     step = max(highest - lowest, 1e-12) / 65534
     levels = (((stage.maps - lowest) / step).round() + 1).nan_to_num(0).clamp(0, 65535).to(torch.int32)
     return {
@@ -314,8 +345,8 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "head": stage.head,
         "kv": stage.kv_heads,
         "isLogits": stage.is_logits,
-        "signed": stage.is_logits or lowest < -0.02 * strongest,  # colours for both signs
-        # The value of the strongest colour; larger logits are cut off.
+        "signed": stage.is_logits or lowest < -0.02 * strongest,  # a color scale for both signs
+        # The value of the strongest color. Larger logits get the same color.
         "limit": max(1e-6, float(known.abs().quantile(0.99)) if stage.is_logits and len(known) < 2**24 else strongest),
         "heads": len(stage.maps),
         "lowest": lowest,
@@ -324,10 +355,14 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _with_changes(projections: tuple[Projection, ...]) -> Iterator[Projection]:
-    """Yield projections; those near the identity, where training began, with 100 times their distance from it."""
-    for one in projections:
-        yield one
-        change = one.matrix - torch.eye(*one.matrix.shape)
-        if one.matrix.shape[0] == one.matrix.shape[1] and 0 < float(change.abs().max()) < 0.3:
-            yield replace(one, name=f"100 ({one.name} - I)", matrix=100 * change)
+def _with_changes(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
+    """Yield the projections, and after each one that is near the identity its difference from it, times 100.
+
+    Training starts at the identity, so the difference shows what was learned.
+    """
+    for projection in projections:
+        yield projection
+        matrix = projection.matrix
+        change = matrix - torch.eye(*matrix.shape)
+        if matrix.shape[0] == matrix.shape[1] and 0 < float(change.abs().max()) < 0.3:
+            yield replace(projection, name=f"100 ({projection.name} - I)", matrix=100 * change)

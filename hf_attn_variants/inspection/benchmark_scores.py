@@ -1,4 +1,4 @@
-"""Average the runs on GLUE: the scores of the tasks over seeds, and their mean."""
+"""GLUE scores averaged over seeds and tasks."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
 from ..model_history import read_json
 
-__all__ = ["METRICS", "ModelScores", "Run", "Spread", "model_scores", "read_runs"]
+__all__ = ["GLUE_METRICS", "GlueRun", "ModelScores", "Spread", "model_scores", "read_runs"]
 
-# The tasks, and the metrics whose mean is the score of a task.
-METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
-# Arguments that two seeds of one model may differ in: they change neither the training nor the scores of the dev set.
+# {task: the metrics whose mean is the score of the task}.
+GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
+# Arguments in which two seeds of one model may differ, because they change neither training nor dev set scores.
 FREE_ARGUMENTS = frozenset(
     "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
     "resume_from_checkpoint with_tracking report_to disable_tqdm push_to_hub hub_model_id hub_private_repo hub_token "
@@ -24,18 +24,18 @@ FREE_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run on a task.
+class GlueRun:
+    """The result of fine-tuning a model on one GLUE task.
 
     Attributes:
-        folder: its.
-        task: what it was scored on.
-        model: which it began with.
-        seed: its.
-        score: on the dev set, from 0 to 1.
-        rows: how many the dev set has.
-        metrics: those whose mean the score is.
-        settings: the recorded settings of its training, except `FREE_ARGUMENTS`.
+        folder: The output folder of the run.
+        task: The name of the task.
+        model: The name or path of the model that was fine-tuned.
+        seed: The seed of the run.
+        score: The score on the dev set, from 0 to 1.
+        rows: The number of rows of the dev set.
+        metrics: The metrics whose mean is the score.
+        settings: The recorded settings of the training, except `FREE_ARGUMENTS`.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and the sample's standard deviation, which is None for a single seed."""
+    """A mean over seeds and the sample standard deviation, which is None for a single seed."""
 
     mean: float
     deviation: float | None
@@ -58,7 +58,7 @@ class Spread:
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> "Spread":
-        """Return the mean and the deviation of one score for each seed."""
+        """Return the mean and the standard deviation of the scores, {seed: score}."""
         values = [*by_seed.values()]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
@@ -66,14 +66,15 @@ class Spread:
 
 @dataclass
 class ModelScores:
-    """A model's scores on GLUE.
+    """The scores of a model on GLUE.
 
     Attributes:
-        tasks: the tasks that were run, by name, in GLUE's order.
-        missing: the others.
-        average: the mean of the means of `tasks`. Its deviation is over the seeds that every task was run with, which
-            are its `seeds`.
-        by_seed: the score of each run, by task and seed.
+        model: The name or path of the model.
+        tasks: The mean score of each task that was run, in the order of GLUE.
+        missing: The names of the other tasks.
+        average: The mean of the means of `tasks`. Its standard deviation covers the seeds that all tasks were run
+            with. These are its `seeds`.
+        by_seed: The score of each run, by task and seed.
     """
 
     model: str
@@ -90,7 +91,7 @@ class ModelScores:
         self.average = Spread(mean, deviation, tuple(sorted(shared)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as JSON holds them; a task's scores by seed as well."""
+        """Return the scores as JSON values, with the score of each seed."""
         tasks = {
             name: {
                 "mean": spread.mean,
@@ -103,61 +104,65 @@ class ModelScores:
         return {"model": self.model, "tasks": tasks, "missing": self.missing, "average": average}
 
 
-def read_runs(folders: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
-    """Read the results of runs of `glue`, or of `seq2seq` on a task of GLUE.
+def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, str]]:
+    """Read the results of `glue` runs, and of `seq2seq` runs on GLUE tasks.
+
+    Args:
+        folders: The output folders of the runs.
 
     Returns:
-        The runs, and by folder why others are none: there are no results in them, of no task of GLUE, or of a part of
-        its dev set.
+        The runs, and {folder: reason} for the folders that are left out. A folder is left out if it has no results,
+        or if the results are not those of a whole dev set of a GLUE task.
 
     Raises:
-        OSError, ValueError: if a folder is not there, results cannot be read, there is no run, two are of one task,
-            model and seed, two of one task were scored on different rows or by different metrics, or two of one task
-            and model were trained with different settings.
+        OSError: If a folder does not exist or its results cannot be read.
+        ValueError: If no folder has a run, or two runs do not fit together. Runs of one task need the same rows and
+            metrics. Runs of one task and model need the same settings and different seeds.
     """
-    runs: list[Run] = []
+    runs: list[GlueRun] = []
     left_out: dict[str, str] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise OSError(f"{folder}: no such folder")
-        found = _run(folder)
-        if isinstance(found, Run):
-            runs.append(found)
+            raise OSError(f"The folder {folder} does not exist. Pass the output folders of finished runs.")
+        run_or_reason = _read_run(folder)
+        if isinstance(run_or_reason, GlueRun):
+            runs.append(run_or_reason)
         else:
-            left_out[str(folder)] = found
+            left_out[str(folder)] = run_or_reason
     if not runs:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in [*left_out.items()][:3])
-        raise ValueError(f"no folder has the results of a GLUE task ({reasons or 'none is named'})")
+        raise ValueError(f"No folder has the results of a GLUE task ({reasons or 'no folder was given'}).")
     seen: dict[tuple[str, str, int], Path] = {}
     for run in runs:
         key = run.task, run.model, run.seed
         if key in seen:
             raise ValueError(
-                f"{seen[key]} and {run.folder} are both of {run.task}, the model {run.model} and seed {run.seed}: "
-                "give one of them"
+                f"{seen[key]} and {run.folder} are both runs of {run.task} with the model {run.model} and seed "
+                f"{run.seed}. Pass only one of them."
             )
         seen[key] = run.folder
-    _check_alike(runs)
+    _check_dev_sets(runs)
     _check_settings(runs)
     return runs, left_out
 
 
-def _check_alike(runs: Sequence[Run]) -> None:
-    """Check that the scores of a task are all of as many rows, and of the same metrics."""
-    firsts: dict[str, Run] = {}
+def _check_dev_sets(runs: Sequence[GlueRun]) -> None:
+    """Check that all runs of a task have the same number of rows and the same metrics."""
+    firsts: dict[str, GlueRun] = {}
     for run in runs:
         first = firsts.setdefault(run.task, run)
         for what, one, other in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
             if one != other:
                 raise ValueError(
-                    f"{first.folder} and {run.folder} are both of {run.task}, and their {what} differ "
-                    f"({_shown(one)} and {_shown(other)}): evaluate both on one dev set, or give one of them"
+                    f"{first.folder} and {run.folder} are both runs of {run.task}, but their {what} differ "
+                    f"({_format_value(one)} and {_format_value(other)}). Evaluate both on the same dev set, or pass "
+                    "only one of them."
                 )
 
 
-def _check_settings(runs: Sequence[Run]) -> None:
-    """Check that runs of one model on one task, which count as its seeds, were trained with the same settings."""
-    firsts: dict[tuple[str, str], Run] = {}
+def _check_settings(runs: Sequence[GlueRun]) -> None:
+    """Check that the runs of one model on one task differ only in the seed."""
+    firsts: dict[tuple[str, str], GlueRun] = {}
     for run in runs:
         first = firsts.setdefault((run.task, run.model), run)
         for name in sorted(first.settings.keys() & run.settings.keys()):
@@ -165,68 +170,71 @@ def _check_settings(runs: Sequence[Run]) -> None:
             if one != other:
                 raise ValueError(
                     f"{first.folder} and {run.folder} are not two seeds of one model: `{name}` is {one!r} in the "
-                    f"first and {other!r} in the second. Average runs that differ in the seed only."
+                    f"first and {other!r} in the second. Pass runs that differ only in the seed."
                 )
 
 
-def _shown(value: int | tuple[str, ...] | None) -> str:
+def _format_value(value: int | tuple[str, ...] | None) -> str:
+    """Return a number of rows or the names of metrics as text."""
     return ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
 
 
-def _run(folder: Path) -> Run | str:
-    """Return a folder's run, or why it is none."""
+def _read_run(folder: Path) -> GlueRun | str:
+    """Return the run of a folder, or the reason why the folder is left out."""
     results = read_json(folder / RESULTS_NAME)
     if results is None:
         return f"it has no {RESULTS_NAME}"
     task = results.get("task_name")
-    if task not in METRICS or "dataset" in results:  # RTE is also a task of SuperGLUE, whose runs name their data
-        return "its run is of no task of GLUE"
+    if task not in GLUE_METRICS or "dataset" in results:  # SuperGLUE has RTE too, and its runs record `dataset`
+        return "its task is not a GLUE task"
     arguments = results.get("arguments")
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
-        return f"its scores are of the first {arguments['max_eval_samples']} rows of the dev set alone"
-    undefined = [name for name in _metrics(results, METRICS[task]) if results.get(name, 0) is None]
+        return f"it was evaluated only on the first {arguments['max_eval_samples']} rows of the dev set"
+    undefined = [name for name in _metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
     if undefined:
-        return f"{undefined[0]} is not defined on its dev set, as of predictions that are all the same"
+        return f"{undefined[0]} is undefined, for example because all predictions are the same"
     if results.get("eval_loss", 0) is None:
-        return "its dev loss is no number, so its predictions are those of no model"
+        return "its dev loss is not a number, so the training has failed"
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
-        raise ValueError(f"{folder / RESULTS_NAME} does not say the model and the seed of its run")
-    metrics = METRICS[task]
+        raise ValueError(f"{folder / RESULTS_NAME} must have a model name and a seed. Run the training again.")
+    metrics = GLUE_METRICS[task]
     score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
-    return Run(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
+    return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
 
 
 def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
-    """Return a task's score: the mean of its metrics."""
+    """Return the score of a task, which is the mean of its metrics."""
     values: list[float] = []
     for name in _metrics(results, metrics):
         value = results.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{folder / RESULTS_NAME}: {name} must be a number, got {value!r}")
+            raise ValueError(
+                f"`{name}` in {folder / RESULTS_NAME} must be a number, got {value!r}. Run the evaluation again."
+            )
         values.append(value)
     return statistics.fmean(values)
 
 
 def _metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
-    """Return what a task's metrics are called in results, those of MNLI's second dev set where that was evaluated."""
-    second = [f"eval_{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
-    return [*(f"eval_{name}" for name in metrics), *second]
+    """Return the keys of the metrics in the results, with the mismatched dev set of MNLI if it was evaluated."""
+    mismatched = [f"eval_{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
+    return [*(f"eval_{name}" for name in metrics), *mismatched]
 
 
-def model_scores(runs: Sequence[Run]) -> list[ModelScores]:
-    """Return each model's scores, the best average first."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
+def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
+    """Return the scores of each model, sorted by the number of tasks and then by the average (best first)."""
+    by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
-        found.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
+        by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
     scores = []
-    for model, tasks in found.items():
-        names = [name for name in METRICS if name in tasks]
+    for model, tasks in by_model.items():
+        names = [name for name in GLUE_METRICS if name in tasks]
         spreads = {name: Spread.of(tasks[name]) for name in names}
-        missing = [name for name in METRICS if name not in tasks]
+        missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
-    return sorted(scores, key=lambda each: (len(each.missing), -each.average.mean))
+    return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))

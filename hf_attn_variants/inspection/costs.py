@@ -1,8 +1,7 @@
-"""What a checkpoint costs as each variant that it could be, from its config alone.
+"""Costs of a checkpoint and of the variants that it can become, computed from its `config.json`.
 
-The variants: each possible number of key/value heads, latents of some ranks, talking heads.
-
-The configuration of a checkpoint that is looked at: its config.json alone.
+The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither weights
+nor other files of the checkpoint are read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from ..conversion.attention_tensors import rank_relation, relation
 from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
-from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.field_table import row_of
+from ..modeling.fields.field_texts import PLACES
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.variant_config import can_cache
@@ -60,43 +60,52 @@ __all__ = [
 
 
 def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a folder, or of a Hub repository, of which nothing else is downloaded.
+    """Return the `config.json` of a checkpoint. Nothing else is downloaded from the Hub.
+
+    Args:
+        checkpoint: A folder or a Hub id.
+        revision: A branch, tag or commit of the Hub repository.
+        token: The access token for the Hub.
+
+    Returns:
+        The content of the file.
 
     Raises:
-        OSError: if there is none.
-        ValueError: if it is no configuration of transformers.
+        OSError: If the checkpoint has no `config.json`.
+        ValueError: If the file is not a Transformers configuration, or `revision` is given for a folder.
     """
     folder = local_folder(checkpoint)
     if folder is None:
         try:
-            found: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
-            folder = Path(found).parent
+            file: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
+            folder = Path(file).parent
         except OSError as error:
-            raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
+            raise OSError(f"There is no folder {checkpoint!r}, and it cannot be read as a Hub id: {error}") from error
     elif revision is not None:
-        raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
+        raise ValueError(f"`revision` is supported only for Hub ids, but {checkpoint!r} is a folder. Omit it.")
     check_whole_model(folder, allow_pickle=True)
     return read_config(folder)
 
 
-WRONG_CONFIGURATION = "the configuration is wrong"
+WRONG_CONFIGURATION = "The configuration is wrong"
 
 
 @dataclass(frozen=True)
 class VariantCost:
-    """One row: what the model would cost as this variant.
+    """The costs of one variant, which is one row of a `CostTable`.
 
     Args:
-        name: for people, "GQA-4" for example.
-        fields: the configuration fields that make it.
-        current: whether it is the checkpoint as it is.
-        convertible: whether a conversion leads from the checkpoint to it (one head count must divide the other).
-        parameters: elements of all parameters, tied ones once.
-        attention_parameters: those of the attentions' projections among them.
-        flops_per_token: by `flops_per_token`; a decoder's token is the next one of a generation.
-        kv_cache_bytes_per_token: by `kv_cache_bytes_per_token`.
-        kv_cache_bytes: of the whole batch at the given lengths and beams; None without a cache.
-        largest_batch: sequences whose caches fit into the given memory beside the weights; None without either.
+        name: The name of the variant, for example "GQA-4".
+        fields: The configuration fields that make the variant.
+        current: Whether the variant is the unchanged checkpoint.
+        convertible: Whether the checkpoint can be converted to the variant.
+        parameters: The number of parameters. Tied parameters count once.
+        attention_parameters: The number of parameters of the attention modules.
+        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next one of a generation.
+        kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
+        kv_cache_bytes: The bytes of the cache of the whole batch, or None if the model has no cache.
+        largest_batch: The number of sequences whose caches fit into `memory` together with the weights. None if
+            the model has no cache or no memory was given.
     """
 
     name: str
@@ -113,20 +122,22 @@ class VariantCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Every row with what the figures hold for.
+    """The costs of a checkpoint and its variants, with the sizes that they hold for.
 
     Args:
-        checkpoint: its name, as given.
-        architecture: the model's class.
-        batch_size: sequences at once.
-        length: tokens attended to: the sequence of an encoder, what a decoder has in its cache.
-        source_length: tokens that the encoder of an encoder-decoder reads.
-        dtype: of weights and cache.
-        rows: the variants.
-        num_beams: of each sequence's search.
-        memory: bytes that the weights and the cache may take; None: nobody said.
-        upstream_kv_cache_bytes: what transformers' own class keeps, which has the source for each beam; None: no more.
-        upstream_largest_batch: its `largest_batch`.
+        checkpoint: The name of the checkpoint.
+        architecture: The name of the model class.
+        batch_size: The number of sequences per batch.
+        length: The number of tokens that a token attends to: the sequence of an encoder, or the tokens in the cache of
+            a decoder.
+        source_length: The number of tokens that the encoder of an encoder-decoder reads.
+        dtype: The dtype of weights and cache.
+        rows: The variants.
+        num_beams: The number of beams per sequence.
+        memory: The bytes available for weights and cache, or None if they are not limited.
+        upstream_kv_cache_bytes: The bytes of the cache with the Transformers class, which repeats the encoder keys and
+            values for each beam. None if the cache is not larger there.
+        upstream_largest_batch: The `largest_batch` of the Transformers class.
     """
 
     checkpoint: str
@@ -143,58 +154,67 @@ class CostTable:
 
     @property
     def current(self) -> VariantCost:
-        """The checkpoint's own row."""
+        """The row of the unchanged checkpoint."""
         return next(row for row in self.rows if row.current)
 
     @property
-    def kv_cache_bytes_as_it_is(self) -> int | None:
-        """The cache of the checkpoint in the class that it is of: transformers' own keeps more where it has beams."""
+    def current_kv_cache_bytes(self) -> int | None:
+        """The bytes of the cache of the checkpoint in its current class, which may be a Transformers class."""
         return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
 
     def weight_bytes(self, row: VariantCost) -> int:
-        """The bytes of a row's parameters."""
+        """Return the bytes of the parameters of a row."""
         return row.parameters * itemsize_of(self.dtype)
 
     def savings(self, row: VariantCost) -> dict[str, int | None]:
-        """What `row` saves against the checkpoint as it is; a negative number is what it costs more."""
-        now, both = self.current, (self.kv_cache_bytes_as_it_is, row.kv_cache_bytes)
-        cache = None if both[0] is None or both[1] is None else both[0] - both[1]
-        saved = {"weight_bytes": self.weight_bytes(now) - self.weight_bytes(row), "kv_cache_bytes": cache}
+        """Return what a row saves compared with the unchanged checkpoint. A negative number is an additional cost."""
+        current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
+        cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
+        saved = {"weight_bytes": self.weight_bytes(current) - self.weight_bytes(row), "kv_cache_bytes": cache}
         flops = {
-            f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in now.flops_per_token.items()
+            f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in current.flops_per_token.items()
         }
         return saved | flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values: the fields, and each row with its `savings`."""
+        """Return the table as JSON values, with the `savings` of each row."""
         values = asdict(self)
         values["rows"] = [asdict(row) | {"savings": self.savings(row)} for row in self.rows]
         return values
 
 
 def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
-    """Return the variant configuration that a config.json describes, with `fields` on top.
+    """Return the variant configuration that a `config.json` describes.
+
+    Args:
+        config: The content of the `config.json`.
+        **fields: Fields that override those of the file.
 
     Raises:
-        ValueError: if it describes no model of an architecture here, or upstream's own unequal layers.
+        ValueError: If the architecture is not supported, a value is wrong, or a Transformers checkpoint has layers of
+            different sizes (`per_layer_config`).
     """
     config_class = variant_config_class(config.get("model_type", ""))
     if config.get("per_layer_config") and config["model_type"] != config_class.model_type:
-        raise ValueError("a plain checkpoint with a `per_layer_config` (unequal layers) has no table of its own.")
+        raise ValueError("`per_layer_config` (unequal layers) is supported only for checkpoints of this package.")
     with as_value_error(WRONG_CONFIGURATION):
         return config_class.from_upstream(dict(config), **fields)
 
 
 def values_by_layer(config: Any, field: str) -> list[Any]:
-    """Return the value that a field of a variant configuration has in each layer of its stack."""
+    """Return the value of a configuration field in each layer of the encoder or decoder that it belongs to."""
     return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
 
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
-    """Return what the attention of a variant configuration is called, with latents, windows and kernels of its stack.
+    """Return the name of the attention of a variant configuration.
 
-    For example "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64"; a
-    latent as wide as its input, which changes no output, is "exact".
+    Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads" and "MHA + cross latent 128 + latent 64".
+    The addition "(exact)" means that the latents are cached encoder outputs, which do not change the output.
+
+    Args:
+        config: The variant configuration.
+        field: The key/value head field of the encoder or decoder to describe.
     """
     counts = set(values_by_layer(config, field)) or {getattr(config, field)}
     sharing = sharing_of(counts, config.query_heads(field))
@@ -220,35 +240,38 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
-    kernels = [prefix] if prefix else ["", "cross_"]
-    for each in kernels:
-        if (kernel := getattr(config, f"{each}attention_kernel", None)) is not None:
-            window = f" {getattr(config, f'{each}attention_window')}" if kernel_class(kernel).reads_window else ""
-            layers = _in_layers(values_by_layer(config, f"{each}attention_kernel"))
-            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}{layers}")
+    for place in [prefix] if prefix else ["", "cross_"]:
+        if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
+            window = f" {getattr(config, f'{place}attention_window')}" if kernel_class(kernel).reads_window else ""
+            layers = _in_layers(values_by_layer(config, f"{place}attention_kernel"))
+            parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
 
 
 def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
-    """Return what scores are called, where they are no dot products: "additive scores in cross-attention".
+    """Return descriptions of the scores that are not dot products, for example "additive scores in cross-attention".
 
-    Nothing is said of where, if it is everywhere in the stacks that some fields of key/value heads are of.
+    The place is omitted if it is every place of the encoder or decoder.
+
+    Args:
+        config: A variant configuration.
+        fields: The key/value head fields of the encoder or decoder to describe.
     """
-    found = {prefix: score_name(config, prefix) for prefix in places_of_stacks(config, fields)}
-    if len({*found.values()}) == 1:
-        return [f"{score} scores" for score in {*found.values()} - {None}]
-    return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in found.items() if score is not None]
+    names = {prefix: score_name(config, prefix) for prefix in places_of_stacks(config, fields)}
+    if len({*names.values()}) == 1:
+        return [f"{score} scores" for score in {*names.values()} - {None}]
+    return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
 
 
 def _in_layers(values: list[LayerValue]) -> str:
-    """Say how many layers have a value, where not all do."""
+    """Return " in <n> of <m> layers" if some layers have no value, and "" otherwise."""
     return f" in {len(values) - values.count(None)} of {len(values)} layers" if None in values else ""
 
 
 def _rank_fields(config: Any, field: str) -> list[str]:
-    """Return the fields of ranks of the stack that a field of key/value heads is of, cross-attention's first."""
-    found = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
-    return sorted(found, key=lambda name: not name.startswith("cross_"))
+    """Return the rank fields of the encoder or decoder of a key/value head field, with cross-attention first."""
+    names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
+    return sorted(names, key=lambda name: not name.startswith("cross_"))
 
 
 def cost_table(
@@ -261,20 +284,26 @@ def cost_table(
     num_beams: int = 1,
     memory: int | None = None,
 ) -> CostTable:
-    """Count what a checkpoint costs as each variant that it could be; no weight is read.
+    """Compute the costs of a checkpoint and of each variant that it can become, without reading weights.
 
     Args:
-        config: the checkpoint's config.json.
-        checkpoint: its name, for the table.
-        batch_size: sequences at once.
-        length: tokens attended to (see `CostTable`).
-        source_length: tokens that the encoder reads; None = `length`, for a Whisper its window.
-        dtype: of weights and cache; None = the configuration's, or float32.
-        num_beams: of each sequence's search; the beams of a sentence share its source.
-        memory: bytes for the weights and the cache, without what a call computes besides.
+        config: The `config.json` of the checkpoint.
+        checkpoint: The name of the checkpoint, for the table.
+        batch_size: The number of sequences per batch.
+        length: The number of tokens attended to (see `CostTable`).
+        source_length: The number of tokens that the encoder reads. By default, it is `length`, or the number of
+            positions of an audio encoder.
+        dtype: The dtype of weights and cache. By default, it is that of the configuration, or float32.
+        num_beams: The number of beams per sequence. The beams of a sequence share the encoder keys and values.
+        memory: The bytes available for weights and cache. Activations are not counted.
 
     Raises:
-        ValueError: for a configuration that makes no model here, a size below 1, or beams or memory without a cache.
+        ValueError: If the configuration is wrong or not supported, a size is below 1, or beams or memory are given for
+            a model without a cache.
+
+    Example:
+        >>> table = cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
+        >>> {row.name: row.kv_cache_bytes for row in table.rows}
     """
     current = variant_config(config)
     source_length = (source_window(current) or length) if source_length is None else source_length
@@ -283,29 +312,31 @@ def cost_table(
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
     sizes = CacheSizes(itemsize_of(dtype), length, source_length, num_beams)
-    rows, upstreams = [], None
+    rows, upstream_bytes = [], None
     for fields in variant_rows(current, field, kv_head_counts(current, field)):
-        made = variant_config(config, **fields)
+        variant = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
-            model = untie_head(model_class(made), config)
-        is_current = _values(made) == _values(current)
-        what = (variant_name(made, field), fields, is_current, _convertible(current, made))
-        rows.append(VariantCost(*what, **_costs(model, sizes, batch_size, memory)))
+            model = untie_head(model_class(variant), config)
+        is_current = _variant_values(variant) == _variant_values(current)
+        description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
+        rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
-            upstreams = kv_cache_bytes(model, *sizes, repeats_source=True)
+            upstream_bytes = kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
     if table.current.kv_cache_bytes is None and (num_beams > 1 or memory is not None):
-        given = "memory" if num_beams == 1 else "num_beams"
-        raise ValueError(f"{architecture} has no key/value cache, which `{given}` is of: leave it out.")
-    if upstreams is None or batch_size * upstreams == table.current.kv_cache_bytes:
+        argument = "memory" if num_beams == 1 else "num_beams"
+        raise ValueError(f"`{argument}` requires a key/value cache, which {architecture} does not have. Omit it.")
+    if upstream_bytes is None or batch_size * upstream_bytes == table.current.kv_cache_bytes:
         return table
-    largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstreams)
-    return replace(table, upstream_kv_cache_bytes=batch_size * upstreams, upstream_largest_batch=largest)
+    largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstream_bytes)
+    return replace(table, upstream_kv_cache_bytes=batch_size * upstream_bytes, upstream_largest_batch=largest)
 
 
-def _costs(model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, memory: int | None) -> dict[str, Any]:
-    """Return the counted fields of a `VariantCost`."""
+def _count_costs(
+    model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, memory: int | None
+) -> dict[str, Any]:
+    """Return the fields of a `VariantCost` that are counted on the model."""
     parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
     lengths = (sizes.length, sizes.source_length)
     return {
@@ -319,23 +350,23 @@ def _costs(model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, m
 
 
 def source_window(config: Any) -> int | None:
-    """Return how many positions an encoder of audio always reads, silence among them; None for text."""
+    """Return the number of positions that an audio encoder always reads, with silence; None for a text model."""
     return getattr(config, "max_source_positions", None)
 
 
 def variant_rows(
     current: Any, field: str, counts: Iterable[int], talking_heads: bool = True, latents: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each variant, the multi-head one first.
+    """Yield the fields of each variant, with multi-head attention first.
 
-    They are these counts of key/value heads (with the latents that the model has), the model as it is where layers
-    differ in that, and, for one that has none, latents and talking heads.
+    The variants are those with `counts` key/value heads (and the latents that the model has), the unchanged model if
+    its layers have different numbers of heads, and latents and talking heads if the model has none.
 
     Args:
-        current: the model's configuration.
-        field: the one of the heads.
-        counts: the numbers of them.
-        talking_heads, latents: whether these are among the variants.
+        current: The configuration of the model.
+        field: The key/value head field.
+        counts: The numbers of key/value heads.
+        talking_heads, latents: Whether to include these variants.
     """
     ranks = _rank_fields(current, field)
     if has_latents(current, field):
@@ -343,25 +374,31 @@ def variant_rows(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _is_as_trained(current):  # neither stands beside these, or no conversion gives it
+    if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
         return
-    keeps_memory = keeps_cache(dynamic_terms(current, "cross_"))  # whose terms are made of a latent otherwise
-    if latents and can_cache(current) and keeps_memory and not has_latents(current, field):
+    # Dynamic terms that read the encoder outputs would be computed from the latents.
+    keeps_cross_cache = keeps_cache(dynamic_terms(current, "cross_"))
+    if latents and can_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from latent_rows(current, ranks)
-    # Stacks of unequal numbers of heads cannot have them.
+    # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
     if talking_heads and not talks(current) and is_even:
         yield {KIND: BOTH}
 
 
 def has_latents(config: Any, field: str | None = None) -> bool:
-    """Say whether a variant configuration has latents: in the stack of a field of key/value heads; None: anywhere."""
+    """Return whether a configuration has latents in the encoder or decoder of `field` (None: in either of them)."""
     names = config.rank_fields() if field is None else _rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
 
 def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield some latents: of cross-attention the exact one, a quarter, and that beside a self-attention as MQA's."""
+    """Yield the fields of a few latent variants.
+
+    With cross-attention, these are cached encoder outputs, a latent of a quarter of the width, and this latent
+    together with a self-attention latent that is as large as a multi-query cache. Otherwise, it is a latent of a
+    quarter of the width.
+    """
     width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim()
     quarter = max(1, width // 4)
     if "cross_kv_lora_rank" in ranks:
@@ -373,7 +410,7 @@ def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
-    """Return the fields of key/value heads and ranks that a class has attentions for; of T5's, an encoder has two."""
+    """Return the key/value head fields and rank fields that the attention modules of a model class use."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attentions()]
     used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
@@ -381,12 +418,15 @@ def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tupl
 
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
-    """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
+    """Return the key/value head field to vary: that of the decoder, or of the encoder if there is no decoder."""
     return next(iter(used_fields(model_class, config)), HeadSharing.field)
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
-    """Return the numbers of key/value heads that fit; fewer than query heads must divide the value heads as well."""
+    """Return the possible numbers of key/value heads, in descending order.
+
+    They are the divisors of the number of query heads. Numbers below it must also divide the number of value heads.
+    """
     heads = config.query_heads(field)
     value_heads = {
         config.talking_heads_of(prefix, layer).output
@@ -397,12 +437,14 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
 
 
-def _values(config: Any) -> dict[str, Any]:
+def _variant_values(config: Any) -> dict[str, Any]:
+    """Return the values of the variant fields of a configuration."""
     return {name: getattr(config, name) for name in config.variant_fields()}
 
 
-def _convertible(source: Any, target: Any) -> bool:
-    if _values(source) != _values(target) and _is_as_trained(source):
+def _is_convertible(source: Any, target: Any) -> bool:
+    """Return whether a model of one configuration can be converted to another configuration."""
+    if _variant_values(source) != _variant_values(target) and _has_fixed_form(source):
         return False
     width = source.hidden_size
     try:
@@ -419,23 +461,23 @@ def _convertible(source: Any, target: Any) -> bool:
     return True
 
 
-def _is_as_trained(config: Any) -> bool:
-    """Say whether no conversion leads from it: its values have a size of their own, or its heads other parameters."""
+def _has_fixed_form(config: Any) -> bool:
+    """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
     values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
-    has_own = has_scores(config) or config.value_head_dim is not None
-    return has_own or not values.isdisjoint(by_head)
+    has_other_shapes = has_scores(config) or config.value_head_dim is not None
+    return has_other_shapes or not values.isdisjoint(by_head)
 
 
 def score_name(config: Any, prefix: str) -> str | None:
-    """Return the score function of a place; None is the dot product."""
+    """Return the name of the score function of a place, or None for the dot product."""
     requested = AdditiveScore.asked_for(config, prefix)
     return None if requested is None else requested[1]
 
 
 def has_scores(config: Any) -> bool:
-    """Return whether any attention of a configuration has other scores than dot products."""
+    """Return whether any attention of a configuration has scores other than the dot product."""
     field = AdditiveScore.field
     prefixes = [prefix for prefix in row_of(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)

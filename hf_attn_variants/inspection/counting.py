@@ -1,6 +1,7 @@
-"""What a model has and does, counted on its modules, on the meta device too: parameters, operations, cache.
+"""Parameters, floating-point operations and cache sizes of a model, counted on its modules.
 
-FLOPs count two for each multiplication and addition of a matrix product; softmax, norms and biases are left out.
+The model may be on the meta device. A multiplication with an addition counts as two FLOPs. Only matrix products are
+counted: softmax, norms and biases are not.
 """
 
 import re
@@ -29,21 +30,21 @@ __all__ = [
     "kv_cache_bytes",
     "kv_cache_bytes_per_token",
     "largest_batch",
-    "runs_once_a_sequence",
+    "runs_once_per_sequence",
     "untie_head",
 ]
 
-# Bytes of a number of a kernel's state, at least: sums are in float32 under half precision too.
+# The least number of bytes per number of a kernel's state, because sums are float32 in half precision too.
 STATE_ITEMSIZE = 4
-# Linear maps that run once a sequence, whatever its length.
-ONCE_A_SEQUENCE = re.compile(
+# The names of linear layers that run once per sequence, whatever its length.
+ONCE_PER_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
 )
 
 
 class CacheSizes(NamedTuple):
-    """What a sequence's cache is of, as `kv_cache_bytes` takes it."""
+    """The sizes that the cache of a sequence depends on, in the order of the arguments of `kv_cache_bytes`."""
 
     itemsize: int
     length: int
@@ -52,16 +53,24 @@ class CacheSizes(NamedTuple):
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ValueError unless each of these sizes, where it is given, is at least 1."""
+    """Check that sizes are at least 1.
+
+    Args:
+        **sizes: The values of the arguments. None is not checked.
+
+    Raises:
+        ValueError: If a size is below 1.
+    """
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 
 def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnVariantModelMixin:
-    """Give a model's output embeddings a weight of their own if its config.json says so, and return the model.
+    """Untie the output embeddings of a model if `tie_word_embeddings` in its `config.json` is False.
 
-    T5's configuration class sets `tie_word_embeddings` to True, and the weight file decides whether the head is tied.
+    This is necessary because the configuration class of T5 always sets `tie_word_embeddings` to True. The model is
+    changed in place and returned.
     """
     head = model.get_output_embeddings()
     if head is not None and model.config.tie_word_embeddings and config.get("tie_word_embeddings") is False:
@@ -70,17 +79,22 @@ def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnV
 
 
 def itemsize_of(dtype: str) -> int:
-    """Return the bytes of a number of a floating-point type of torch, by its name."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"`dtype` must be the name of a floating-point type of torch, float32 for example; got {dtype!r}."
-        )
-    return found.itemsize
+    """Return the bytes per number of a floating-point dtype.
+
+    Args:
+        dtype: The name of the dtype, for example "float32".
+
+    Raises:
+        ValueError: If torch has no floating-point dtype with this name.
+    """
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise ValueError(f"`dtype` must be the name of a floating-point dtype of torch (float32), got {dtype!r}.")
+    return torch_dtype.itemsize
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return `cache_bytes_per_token` of a variant model, with `itemsize` bytes a number."""
+    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
     sizes = []
     for site, path, module in model.named_attentions():
         numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
@@ -96,43 +110,51 @@ def kv_cache_bytes(
     num_beams: int = 1,
     repeats_source: bool = False,
 ) -> int | None:
-    """Return the bytes of a sequence's whole cache: of a window no more than it keeps, of a kernel its state too.
+    """Return the bytes of the whole cache of a sequence, or None if the model has no cache.
 
-    None without a cache.
+    The cache of a window holds at most the window. The cache of a kernel holds its state too.
 
     Args:
-        model: a variant model.
-        itemsize: bytes a number.
-        length, source_length: tokens that a decoder has seen, and that an encoder has read.
-        num_beams: of the sequence's search; each has what it generated, all of them one source.
-        repeats_source: whether each beam has the source, too, as in transformers' own classes.
+        model: A variant model.
+        itemsize: The number of bytes per number.
+        length: The number of tokens that the decoder has read or generated.
+        source_length: The number of tokens that the encoder has read.
+        num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
+        repeats_source: Whether the source is stored for each beam, as the Transformers classes do.
     """
-    is_read_once = model.config.is_encoder_decoder and not talks(model.config, "cross_") and not repeats_source
+    is_shared = model.config.is_encoder_decoder and not talks(model.config, "cross_") and not repeats_source
     sizes = []
     for site, path, module in model.named_attentions():
         core, heads = _core(module, site), site.heads(model.config, path)
-        kept = source_length if site.is_cross_attention else length
-        kept = kept if core.reach is None else min(kept, core.reach.before)
-        size = itemsize * kept * cached_numbers(heads, model.config.hidden_size)
-        if core.kernel is not None:  # cross-attention keeps what its state is of, too
+        tokens = source_length if site.is_cross_attention else length
+        tokens = tokens if core.reach is None else min(tokens, core.reach.before)
+        size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
+        if core.kernel is not None:  # cross-attention caches the keys and values of the state too
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
             size = state + (0 if core.kernel.is_causal else size)
-        sizes.append((site, size if site.is_cross_attention and is_read_once else num_beams * size))
+        sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
 
 
 def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
-    """Return how many caches fit into a memory beside the weights; 0 where these do not."""
+    """Return how many caches fit into the memory together with the weights, or 0 if the weights do not fit.
+
+    Args:
+        memory: The available bytes, or None.
+        weights: The bytes of the weights.
+        cache: The bytes of the cache of one sequence, or None.
+    """
     return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
 def _core(module: Any, site: AttentionSite) -> VariantAttention:
-    """Return what calls the attention function, of one of this package's attentions."""
+    """Return the submodule of an attention module that calls the attention function."""
     return module.get_submodule(site.core)
 
 
 def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
+    """Return whether the cache holds the state of a causal kernel instead of keys and values."""
     kernel = _core(module, site).kernel
     return kernel is not None and kernel.is_causal
 
@@ -140,114 +162,125 @@ def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
 def flops_per_token(
     model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
 ) -> dict[str, int]:
-    """Return the floating-point operations that one token takes in the forward pass.
+    """Return the floating-point operations per token of the forward pass.
 
-    Without latents they are the same whether a decoder reads a whole text or one token. With them they are not:
-    a pass over a whole text makes keys and values of each token's latent once; one token alone is multi-query
-    attention on the latents, where that costs less.
+    With latents, the operations depend on how many tokens a call reads. A call on a whole text computes the keys and
+    values of each latent once (expanded form). A call on a single token may use multi-query attention on the latents
+    instead (absorbed form) if that is cheaper.
 
     Args:
-        model: a variant model.
-        length: tokens that each token attends to in an encoder-only or a decoder stack, its window's where it has one.
-        source_length: the same in the encoder of an encoder-decoder, and in cross-attention.
-        decodes: count a decoder's token as the next one of a generation, and latents everywhere in the form that the
-            model takes (`latent_attention.absorbs`, `is_short`); otherwise all are tokens of whole texts, whose keys
-            and values are made from the latents.
-        batch_size: sequences at once, by which latents of few tokens are told (`is_short`).
+        model: A variant model.
+        length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
+        source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
+        decodes: Whether a token of the decoder is the next one of a generation. Latents are then counted in the form
+            that the model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
+        batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short`).
 
     Returns:
-        {"encoder": ..., "decoder": ...}, the stacks that the model has. The encoder's includes what a token of it
-        costs in the cross-attentions' keys, values or latent; a head that reads a sequence once is left out.
+        {"encoder": ..., "decoder": ...} for the parts that the model has. The encoder includes the keys, values and
+        latents of cross-attention. Heads that run once per sequence are not counted.
     """
     config = model.config
     flops: Counter[str] = Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    linears = {
+        name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
     decodes = decodes and can_cache(config)
     for site, path, module in model.named_attentions():
         runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
-        memory_stack = "encoder" if site.is_cross_attention else stack
-        maps = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
-        flops[stack] += 2 * runs * (maps["query"].weight.numel() + maps["output"].weight.numel())
-        latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
-        flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
+        key_stack = "encoder" if site.is_cross_attention else stack
+        projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
+        flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
+        latent = linears.pop(site.latent_path(path), None)  # layers may share a latent, which counts once
+        flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _core(module, site)
         attended = attended if core.reach is None else core.reach.keys_read(attended)
         if core.compression is not None:
             attended = core.compression.keys_read(attended)
-        query_dim = maps["query"].in_features
-        memory_dim = maps["key"].in_features if site.is_cross_attention else query_dim
-        parts = [mixing_flops(heads, query_dim, memory_dim, attended)]
-        key_value = (maps["key"], maps["value"])
+        query_dim = projections["query"].in_features
+        key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
+        parts = [mixing_flops(heads, query_dim, key_dim, attended)]
+        key_value = (projections["key"], projections["value"])
         if decodes and heads.rank is not None:
-            is_step, is_kept = stack == "decoder", site.is_cross_attention
-            parts.append(latent_flops(core, key_value, attended, batch_size, is_step, is_kept))
+            is_step, is_cached = stack == "decoder", site.is_cross_attention
+            parts.append(latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
         else:
             parts.append(_attention_flops(core, key_value, attended))
-        parts += [each.flops() for each in (core.compression, core.score) if each is not None]
-        for of_memory, of_query in parts:
-            flops[memory_stack] += runs * of_memory
-            flops[stack] += runs * of_query
+        parts += [extra.flops() for extra in (core.compression, core.score) if extra is not None]
+        for per_key, per_query in parts:
+            flops[key_stack] += runs * per_key
+            flops[stack] += runs * per_query
     for name, linear in linears.items():
-        if not runs_once_a_sequence(model, name):
-            inside = name.split(".")[0] if config.is_encoder_decoder else None
-            where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
+        if not runs_once_per_sequence(model, name):
+            parent = name.split(".")[0] if config.is_encoder_decoder else None
+            stack = parent if parent in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
+            flops[stack] += 2 * model.module_runs(config, name) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _attention_flops(core: VariantAttention, maps: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
-    """Return the FLOPs of a token of the memory, its key and value, and of a token that asks: scores, weighted sums.
+def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
+    """Return the FLOPs per key token and per query token.
+
+    A key token costs its key and value projections. A query token costs its scores and weighted sums.
 
     Args:
-        core: the attention.
-        maps: those of keys and of values.
-        attended: the keys that a query reads.
+        core: The attention.
+        key_value: The key and the value projection.
+        attended: The number of keys that a query reads.
     """
-    heads, of_memory = core.heads, 2 * sum(each.weight.numel() for each in maps)
+    heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
-        of_key, of_query = core.kernel.flops(heads, attended)
-        return of_memory + heads.key * of_key, heads.query * of_query
-    return of_memory, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
+        key_features, query_features = core.kernel.flops(heads, attended)
+        return per_key + heads.key * key_features, heads.query * query_features
+    return per_key, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
-    """Return the floating-point operations a token that the attentions' linear maps of all layers take.
+    """Return the floating-point operations per token of the linear layers of all attention modules.
 
-    What depends on the sequence length is not in it; keys and values of a latent are made of each token.
+    Operations that depend on the sequence length are not counted. With latents, the keys and values of each token are
+    counted once (expanded form).
 
     Args:
-        model: a variant model; the multi-head one counts as upstream's does.
+        model: A variant model. A multi-head model has the same count as the Transformers model.
+
+    Example:
+        >>> attention_projection_flops(convert(model, 4)) / attention_projection_flops(convert(model, 12))
     """
-    found: dict[int, int] = {}
+    flops: dict[int, int] = {}
     for site, path, module in model.named_attentions():
         runs = model.module_runs(model.config, path)
-        found |= {id(each): 2 * runs * each.weight.numel() for each in _maps(model, site, path, module)}
-    return sum(found.values())
+        flops |= {id(linear): 2 * runs * linear.weight.numel() for linear in _linear_layers(model, site, path, module)}
+    return sum(flops.values())
 
 
 def attention_parameters(model: AttnVariantModelMixin) -> int:
-    """Return the parameters of the attentions: linear maps, latents' maps (shared ones once), talking heads."""
-    found: dict[int, int] = {}
+    """Return the number of parameters of all attention modules.
+
+    These are the linear layers, the latent projections (shared ones count once) and the talking-heads projections.
+    """
+    sizes: dict[int, int] = {}
     for site, path, module in model.named_attentions():
-        parameters = [parameter for each in _maps(model, site, path, module) for parameter in each.parameters()]
+        linears = _linear_layers(model, site, path, module)
+        parameters = [parameter for linear in linears for parameter in linear.parameters()]
         parameters += module.get_submodule(site.core).parameters(recurse=False)
-        found |= {id(parameter): parameter.numel() for parameter in parameters}
-    return sum(found.values())
+        sizes |= {id(parameter): parameter.numel() for parameter in parameters}
+    return sum(sizes.values())
 
 
-def _maps(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
-    """Return an attention's linear maps, that of its latent among them."""
+def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
+    """Return the linear layers of an attention module, with its latent projection."""
     parent, _, name = site.latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
-    maps = [module.get_submodule(each) for each in site.projections.values()]
-    return maps if latent is None else [*maps, latent]
+    linears = [module.get_submodule(name) for name in site.projections.values()]
+    return linears if latent is None else [*linears, latent]
 
 
-def runs_once_a_sequence(model: nn.Module, name: str) -> bool:
-    """Return whether a model's linear map of this name reads a sequence once, and not each of its tokens."""
+def runs_once_per_sequence(model: nn.Module, name: str) -> bool:
+    """Return whether the linear layer of this name runs once per sequence instead of once per token."""
     if name.split(".")[0] == "classifier":
         return not type(model).__name__.endswith("ForTokenClassification")
-    return ONCE_A_SEQUENCE.fullmatch(name) is not None
+    return ONCE_PER_SEQUENCE.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""How well an encoder's sentence embeddings rank pairs by similarity: a conversion's quality without any training."""
+"""Sentence embeddings and semantic textual similarity: the quality of an encoder without any training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,17 @@ __all__ = ["cosine_similarities", "mean_pooled", "sentence_embeddings", "similar
 
 
 def mean_pooled(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Average the hidden states of real tokens.
+    """Return the mean of the hidden states of the tokens that are not padding.
 
     Args:
-        hidden_states: [b, n, D].
-        attention_mask: [b, n], 1 for a real token, 0 for padding.
+        hidden_states: The hidden states [b, n, D].
+        attention_mask: The mask [b, n], 1 for a token and 0 for padding.
 
     Returns:
-        [b, D].
+        The sentence embeddings [b, D].
+
+    Example:
+        >>> mean_pooled(model(**batch).last_hidden_state, batch["attention_mask"])
     """
     weights = attention_mask.to(hidden_states.dtype).unsqueeze(-1)  # [b, n, 1]
     return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1.0)
@@ -27,17 +30,20 @@ def mean_pooled(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> to
 def sentence_embeddings(
     model: nn.Module, tokenizer: Any, sentences: Sequence[str], batch_size: int = 64, max_length: int = 256
 ) -> torch.Tensor:
-    """Embed sentences by the mean of their tokens' last hidden states.
+    """Return the embeddings of sentences: the means of the last hidden states of their tokens.
 
     Args:
-        model: an encoder whose output has `last_hidden_state`; it runs in evaluation mode and is left in its own.
-        tokenizer: its tokenizer.
-        sentences: the texts.
-        batch_size: sentences a batch; sentences of similar length go together.
-        max_length: longer sentences are cut to this many tokens.
+        model: An encoder whose output has `last_hidden_state`. Its training mode is restored afterwards.
+        tokenizer: The tokenizer of the model.
+        sentences: The sentences.
+        batch_size: The number of sentences per batch. Sentences of similar length are in the same batch.
+        max_length: The number of tokens at which a sentence is truncated.
 
     Returns:
-        Embeddings [sentences, D], float32, on the CPU, in the order of `sentences`.
+        The float32 embeddings [sentences, D] on the CPU, in the order of `sentences`.
+
+    Example:
+        >>> embeddings = sentence_embeddings(model, tokenizer, ["A cat sleeps.", "A dog barks."])
     """
     device = next(model.parameters()).device
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
@@ -56,15 +62,26 @@ def sentence_embeddings(
                 embeddings[i] = embedding
     finally:
         model.train(was_training)
-    made: Any = embeddings  # all of them by now
+    complete: Any = embeddings  # no entry is None here
     config: Any = model.config
-    return torch.stack(made) if made else torch.empty(0, config.hidden_size)
+    return torch.stack(complete) if complete else torch.empty(0, config.hidden_size)
 
 
 def cosine_similarities(
     model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str]], batch_size: int = 64, max_length: int = 256
 ) -> torch.Tensor:
-    """Return the cosine of each pair's embeddings, [pairs]; arguments as for `sentence_embeddings`."""
+    """Return the cosine similarity of the embeddings of each pair of sentences.
+
+    Args:
+        model, tokenizer, batch_size, max_length: See `sentence_embeddings`.
+        pairs: The pairs of sentences.
+
+    Returns:
+        The similarities [pairs].
+
+    Example:
+        >>> cosine_similarities(model, tokenizer, [("A cat sleeps.", "A cat is asleep.")])
+    """
     sentences = [sentence for pair in pairs for sentence in pair]
     embeddings = sentence_embeddings(model, tokenizer, sentences, batch_size, max_length)
     return nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
@@ -78,21 +95,28 @@ def similarity_spearman(
     batch_size: int = 64,
     max_length: int = 256,
 ) -> float:
-    """Return Spearman's rank correlation between the pairs' cosines and their gold scores.
+    """Return the Spearman rank correlation between cosine similarities and human similarity scores.
 
     Args:
-        model, tokenizer, batch_size, max_length: as for `sentence_embeddings`.
-        pairs: two sentences each.
-        scores: how similar people found them, any scale.
+        model, tokenizer, batch_size, max_length: See `sentence_embeddings`.
+        pairs: The pairs of sentences.
+        scores: The human score of each pair, on any scale.
+
+    Returns:
+        The correlation, from -1 to 1.
 
     Raises:
-        ValueError: if there are fewer than two pairs, or not one score for each.
+        ValueError: If there are fewer than two pairs, or `pairs` and `scores` differ in length.
+
+    Example:
+        >>> similarity_spearman(model, tokenizer, data["pairs"], data["scores"])
     """
-    from scipy.stats import spearmanr  # of the extra `train`
+    from scipy.stats import spearmanr  # scipy is installed by the extra `train`
 
     if len(pairs) != len(scores) or len(pairs) < 2:
         raise ValueError(
-            f"needs a score for each pair, and at least two: got {len(pairs)} pairs, {len(scores)} scores."
+            f"`scores` must have one score per pair for at least two pairs, got {len(pairs)} pairs and {len(scores)} "
+            "scores."
         )
     cosines = cosine_similarities(model, tokenizer, pairs, batch_size, max_length)
     return float(spearmanr(cosines.numpy(), list(scores)).statistic)

@@ -1,4 +1,4 @@
-"""Decoding speed of an encoder-decoder with each variant, measured on this machine after a check of the outputs."""
+"""Decoding speed of an encoder-decoder and its variants, measured after a check of their outputs."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..model_properties import limits_of_the_call
+from ..model_properties import ignore_saved_length_limits
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
@@ -35,7 +35,7 @@ from .costs import (
 from .counting import check_sizes
 
 __all__ = [
-    "HEARING",
+    "AUDIO_AUTO_CLASSES",
     "BreakEven",
     "FirstToken",
     "SpeedTable",
@@ -50,12 +50,12 @@ __all__ = [
     "run_times",
 ]
 
-# Seconds until the first token was there, where there is one, and until the end.
+# The seconds until the first token (None for a forward pass) and until the end.
 Times = tuple[float | None, float]
 
 
 class FirstToken(StoppingCriteria):
-    """Stops nothing; notes when the first token was there."""
+    """A stopping criterion that never stops, but records the time of the first token."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -71,12 +71,13 @@ class FirstToken(StoppingCriteria):
 def decoding_or_pass(
     model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
 ) -> Callable[[], StoppingCriteria | None]:
-    """Return what is timed, for `run_times`.
+    """Return the function that `run_times` times, which decodes or makes a forward pass on random inputs.
 
     Args:
-        model: it must end no text by itself before its time (`eos_token_id`).
-        batch_size, length: of the text or audio or, for an encoder-decoder, of the encoder's outputs; all random.
-        decoding: the tokens to generate and the beams; None = a pass over the text.
+        model: The model. It must not stop generating early (see `ready_to_time`).
+        batch_size: The number of sequences per batch.
+        length: The length of the text, of the audio, or of the encoder outputs if an encoder-decoder decodes.
+        decoding: The number of tokens to generate and the number of beams. None means a forward pass.
     """
     if decoding is None and model.main_input_name == "input_features":
         shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves its frames
@@ -88,15 +89,15 @@ def decoding_or_pass(
     states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
-    if model.main_input_name == "input_features":  # Whisper's own code would look for further segments of the audio
+    if model.main_input_name == "input_features":  # otherwise Whisper would look for more segments in the audio
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
 
     def run() -> StoppingCriteria:
-        # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
-        given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
+        # Each call gets a new output object, because a beam search writes its repeated states into it.
+        inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
         first = FirstToken(str(model.device))
-        with limits_of_the_call(model):
-            model.generate(**given, **options, stopping_criteria=[first])
+        with ignore_saved_length_limits(model):
+            model.generate(**inputs, **options, stopping_criteria=[first])
         return first
 
     return run
@@ -104,7 +105,7 @@ def decoding_or_pass(
 
 @torch.no_grad()
 def run_times(run: Callable[[], Any], device: str) -> Times:
-    """Return the seconds until the first token was there (None for a pass) and until the end."""
+    """Return the seconds until the first token (None for a forward pass) and until the end."""
     _wait(device)
     start = time.perf_counter()
     first = run()
@@ -114,66 +115,73 @@ def run_times(run: Callable[[], Any], device: str) -> Times:
 
 
 def _wait(device: str) -> None:
+    """Wait until a CUDA device has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-TOKENS, PROMPT, SOURCE, ROWS = 8, 4, 16, 2
-# Of the largest output: float32 in another order of summation.
-TOLERANCE = 1e-4
+# The sizes of the comparison: generated tokens, prompt tokens, source tokens and texts.
+NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
+# The largest difference, relative to the largest output, that another order of float32 summation may cause.
+MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
 @torch.no_grad()
 def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
-    """Give our multi-head model the weights of upstream's, and compare what they decode or put out.
+    """Copy the weights of a Transformers model to the multi-head model of this package, and compare their outputs.
 
     Args:
-        ours, upstream: float32 models of one shape on one device.
-        decodes: compare eight tokens, decoded greedily; else outputs of two texts, one of them padded (or of audio).
+        ours: The float32 model of this package.
+        upstream: The Transformers model, of the same shape and on the same device.
+        decodes: Whether to compare greedily decoded tokens. If False, the outputs for two texts (one of them padded)
+            or for audio are compared.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: If the outputs differ.
     """
     ours.load_state_dict(upstream.state_dict())
-    names = f"{type(ours).__name__} and {type(upstream).__name__} of the same weights"
+    names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
     if decodes:
         _compare_decoded(f"{names} decode differently", _decoded(ours), _decoded(upstream))
         return
-    inputs = _inputs(ours)
-    _compare(f"{names} put out different numbers", _output(ours, inputs), _output(upstream, inputs))
+    inputs = _random_inputs(ours)
+    _compare(f"{names} have different outputs", _output(ours, inputs), _output(upstream, inputs))
 
 
 @torch.no_grad()
 def check_cache(models: Mapping[str, Any]) -> None:
-    """Compare the eight tokens that each model decodes through its cache with those that it decodes without one.
+    """Check that each model decodes the same tokens with and without its cache.
 
     Args:
-        models: encoder-decoders by what they are called, in float32.
+        models: {name: float32 encoder-decoder}.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: If the tokens differ.
     """
     for name, model in models.items():
         if can_cache(model.config):
-            what = f"{name} decodes differently through its cache and without one"
-            _compare_decoded(what, _decoded(model), _decoded(model, use_cache=False))
+            fault = f"{name} decodes differently with and without its cache"
+            _compare_decoded(fault, _decoded(model), _decoded(model, use_cache=False))
 
 
-def _compare_decoded(what: str, *pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Compare tokens [rows, 8] and what they were chosen by, logits [rows, 8, vocabulary].
+def _compare_decoded(
+    fault: str, actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Compare the logits [texts, tokens, vocabulary] of decoded tokens [texts, tokens].
 
-    The tokens alone say little: models of random weights may write one token over and over, whatever they read.
+    Tokens are not sufficient, because a model with random weights may generate the same token whatever it reads.
     """
-    (found, logits), (expected, others) = pair
-    # A text is compared up to its first tie, broken by the order of summation.
-    alike = (found == expected).long().cumprod(1).roll(1, 1).index_fill(1, found.new_tensor(0), 1).bool()
-    _compare(what, logits[alike], others[alike])
+    (tokens, logits), (expected_tokens, expected_logits) = actual, expected
+    # Two texts are compared up to the first different token: there the order of summation has decided a tie.
+    same = (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
+    _compare(fault, logits[same], expected_logits[same])
 
 
-def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= TOLERANCE:
-        raise ValueError(f"{what}, {difference:.1e} of the largest number apart: nothing is timed.")
+def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise `ValueError` with the text `fault` if two outputs differ by more than rounding."""
+    difference = float((actual - expected).abs().max() / expected.abs().max())
+    if not difference <= MAX_RELATIVE_DIFFERENCE:
+        raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")
 
 
 def _generator(model: Any) -> torch.Generator:
@@ -181,62 +189,68 @@ def _generator(model: Any) -> torch.Generator:
 
 
 def _decoded(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens decoded from outputs of an encoder, half of the second text padding, and their logits."""
-    shape = (ROWS, SOURCE, model.config.d_model)
+    """Return greedily decoded tokens [texts, tokens] and their logits.
+
+    The encoder outputs are random, and the second half of the second text is padding.
+    """
+    shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, model.config.d_model)
     states: Any = torch.randn(shape, generator=_generator(model), device=model.device)
-    given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": _mask(model, SOURCE)}
-    # A text of one token over and over, as random weights write it, gives the same whether it is remembered or not.
-    given["decoder_input_ids"] = _words(model, PROMPT)
-    options |= {"max_new_tokens": TOKENS, "num_beams": 1, "do_sample": False}
-    found = model.generate(**given, **options, output_logits=True, return_dict_in_generate=True)
-    return found.sequences[:, -TOKENS:], torch.stack(found.logits, 1)
+    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states)}
+    inputs["attention_mask"] = _padding_mask(model, NUM_SOURCE_TOKENS)
+    # A model with random weights may repeat one token, and then an error of the cache would not change the output.
+    inputs["decoder_input_ids"] = _random_tokens(model, NUM_PROMPT_TOKENS)
+    options |= {"max_new_tokens": NUM_TOKENS, "num_beams": 1, "do_sample": False}
+    output = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
+    return output.sequences[:, -NUM_TOKENS:], torch.stack(output.logits, 1)
 
 
-def _inputs(model: Any) -> dict[str, torch.Tensor]:
+def _random_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Return audio features, or two texts of which the second one is half padding."""
     if model.main_input_name == "input_features":
-        shape = (ROWS, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        shape = (NUM_TEXTS, model.config.num_mel_bins, 2 * model.config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=_generator(model), device=model.device)}
-    length = min(SOURCE, getattr(model.config, "max_position_embeddings", None) or SOURCE)
-    return {"input_ids": _words(model, length), "attention_mask": _mask(model, length)}
+    length = min(NUM_SOURCE_TOKENS, getattr(model.config, "max_position_embeddings", None) or NUM_SOURCE_TOKENS)
+    return {"input_ids": _random_tokens(model, length), "attention_mask": _padding_mask(model, length)}
 
 
-def _words(model: Any, length: int) -> torch.Tensor:
-    shape, generator = (ROWS, length), _generator(model)
+def _random_tokens(model: Any, length: int) -> torch.Tensor:
+    shape, generator = (NUM_TEXTS, length), _generator(model)
     return torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
 
 
-def _mask(model: Any, length: int) -> torch.Tensor:
-    mask = torch.ones(ROWS, length, dtype=torch.long, device=model.device)
+def _padding_mask(model: Any, length: int) -> torch.Tensor:
+    """Return an attention mask of which the second half of the second text is padding."""
+    mask = torch.ones(NUM_TEXTS, length, dtype=torch.long, device=model.device)
     mask[1, length // 2 :] = 0
     return mask
 
 
 def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the first tensor that a model puts out, of tokens that are no padding."""
+    """Return the first output of a model for all tokens that are not padding."""
     output = model(**inputs)[0].float()
     return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
 
 
 __all__ += ["order_of_round", "ready_to_time", "timed_auto_class", "timed_length", "upstream_model"]
 
-# Tokens of a text where none are given; what reads audio reads a whole window.
-LENGTH = 128
-HEARING = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
+# The default number of tokens of a text. Audio models read a whole window.
+DEFAULT_LENGTH = 128
+AUDIO_AUTO_CLASSES = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
 
 
 @dataclass(frozen=True)
 class VariantSpeed:
-    """One row.
+    """The speed of one variant, which is one row of a `SpeedTable`.
 
     Args:
-        name: of the attention; "upstream" is the class of Transformers.
-        fields: of the configuration.
-        milliseconds: median over the rounds of one generation.
-        all_milliseconds: of each round.
-        tokens_per_second: tokens generated in it.
-        speedup: compared with the first row.
-        first_milliseconds: median until the first token, with the encoder keys and values.
-        step_milliseconds: median of a further token; None if only one was generated.
+        name: The name of the attention. "upstream" means the Transformers class.
+        fields: The configuration fields of the variant.
+        milliseconds: The median time of one generation over all rounds.
+        all_milliseconds: The time of each round.
+        tokens_per_second: The number of tokens generated per second.
+        speedup: The speed relative to the first row.
+        first_milliseconds: The median time until the first token, with the encoder keys and values.
+        step_milliseconds: The median time of each further token, or None if only one token was generated.
     """
 
     name: str
@@ -251,14 +265,15 @@ class VariantSpeed:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """From how many new tokens on keeping the encoder's outputs instead of keys and values costs more than it saves.
+    """The number of new tokens from which cached encoder outputs are slower than multi-head attention.
 
-    It saves the projection of the source, once, and takes more work in each step; the caches of what was generated
-    are alike. Where the first token does not come sooner, it costs more from the first one on.
+    Cached encoder outputs save the key and value projections of the source, once, and need more operations per step.
+    If they do not save time until the first token, the number is 1.
 
     Args:
-        exact, multi_head: names of the rows that are compared.
-        new_tokens: the number; None = there is none, for its steps are not slower.
+        exact: The name of the row with cached encoder outputs.
+        multi_head: The name of the row with multi-head attention.
+        new_tokens: The number of tokens, or None if the steps are not slower.
     """
 
     exact: str
@@ -268,19 +283,20 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """All rows, with what they hold for.
+    """The speed of all variants, with the sizes that it was measured for.
 
     Args:
-        checkpoint: its name.
-        architecture: the class of the model.
-        batch_size: texts at once.
-        length: tokens of the encoder outputs, from which each text is generated.
-        max_new_tokens: tokens generated for each text.
-        num_beams: of the search; 1 is greedy.
-        dtype, device: of the models.
-        machine: processor, threads, load and versions.
-        rows: the variants, the baseline first.
-        break_even: of cached encoder outputs, if they were timed over two tokens or more.
+        checkpoint: The name of the checkpoint.
+        architecture: The name of the model class.
+        batch_size: The number of texts per batch.
+        length: The number of tokens of the encoder outputs of each text.
+        max_new_tokens: The number of tokens generated per text.
+        num_beams: The number of beams. 1 means greedy decoding.
+        dtype: The dtype of the models.
+        device: The device of the models.
+        machine: The processor, threads, load and versions.
+        rows: The variants, with the baseline first.
+        break_even: The break-even point of cached encoder outputs, if they were timed over at least two tokens.
     """
 
     checkpoint: str
@@ -296,7 +312,7 @@ class SpeedTable:
     break_even: BreakEven | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the table as JSON values."""
         return asdict(self)
 
 
@@ -316,26 +332,28 @@ def measure_speed(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> SpeedTable:
-    """Time how an encoder-decoder generates with other heads. Weights are random: speed does not depend on them.
+    """Measure the generation speed of an encoder-decoder and its variants.
 
-    The variants run in turn, and each round begins with another one, so that other work of the machine affects all.
+    The weights are random, because the speed does not depend on them. The variants take turns in each round.
 
     Args:
-        config: of the checkpoint (config.json).
-        checkpoint: its name, for the table.
-        kv_heads: numbers of key/value heads of the decoder; None: all heads, 4, 2 and 1, as far as they divide.
-        talking_heads, latents: whether talking heads and latents are timed, too.
-        windows: sizes of sliding windows of the decoder to time (`attention_window`).
-        kernels: kernels of linear attention of the decoder to time (`attention_kernel`); "hybrid" with each window.
-        batch_size: texts at once.
-        length: tokens of the encoder outputs; None: 128, for a Whisper its window.
-        max_new_tokens: tokens to generate.
-        num_beams: beams of the search; 1 is greedy. Tokens are counted once, not for each beam.
-        rounds: timings of each variant, of which the median counts.
-        dtype, device: of the models.
+        config: The `config.json` of the checkpoint.
+        checkpoint: The name of the checkpoint, for the table.
+        kv_heads: The numbers of key/value heads of the decoder. By default, they are the number of query heads, 4, 2
+            and 1, as far as they divide the number of query heads.
+        talking_heads, latents: Whether to time talking heads and latents.
+        windows: The sizes of sliding windows of the decoder to time (`attention_window`).
+        kernels: The kernels of the decoder to time (`attention_kernel`). "hybrid" is timed with each window.
+        batch_size: The number of texts per batch.
+        length: The number of tokens of the encoder outputs. By default, it is 128, or the window of an audio encoder.
+        max_new_tokens: The number of tokens to generate.
+        num_beams: The number of beams. 1 means greedy decoding. Tokens per second do not count the beams.
+        rounds: The number of timings per variant.
+        dtype, device: The dtype and the device ("cpu" or a CUDA device) of the models.
 
     Raises:
-        ValueError: if the model does not generate, a number does not fit it, or variants compute something else.
+        ValueError: If the model is not an encoder-decoder that generates, a size does not fit it, or the outputs of a
+            variant are wrong.
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
@@ -345,15 +363,14 @@ def measure_speed(
     auto_class = timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
         raise ValueError(
-            f"`benchmark` times the decoding of encoder-decoders, got {current.model_type} with {auto_class}."
+            f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
         )
     length = timed_length(length, current, auto_class)
-    found = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
-    runs = {
-        name: decoding_or_pass(m, batch_size, length, (max_new_tokens, num_beams)) for name, (_, m) in found.items()
-    }
+    variants = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
+    decoding = (max_new_tokens, num_beams)
+    runs = {name: decoding_or_pass(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
     times = _timed(runs, rounds, device)
-    rows = _rows({name: fields for name, (fields, _) in found.items()}, times, batch_size, max_new_tokens)
+    rows = _rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
     return SpeedTable(
         checkpoint, current.auto_classes[auto_class], batch_size, length, max_new_tokens, num_beams, dtype, device,
         machine_now(device), rows, _break_even(current, rows),
@@ -370,76 +387,84 @@ def checked_models(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> dict[str, tuple[dict[str, Any], Any]]:
-    """Return the fields and the model of each variant by its name, the baseline first (see `measure_speed`).
+    """Return {name: (fields, model)} of the variants, with the baseline first.
+
+    The models have random weights, and their outputs were checked in float32. See `measure_speed` for the arguments.
 
     Raises:
-        ValueError: if a variant does not fit, or does not compute in float32 what it should.
+        ValueError: If a variant does not fit the model or its outputs are wrong.
     """
     current = variant_config(config)
     auto_class = timed_auto_class(config, current)
     model_class = variant_model_class(current.auto_classes[auto_class])
     field = kv_heads_field(model_class, current)
-    own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
-    own += _windows_and_kernels(field, windows, kernels)
-    contestants = dict(_contestants(config, current, auto_class, model_class, own))
-    models = _checked(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
+    rows = list(_head_and_latent_rows(config, current, field, kv_heads, talking_heads, latents))
+    rows += _window_and_kernel_rows(field, windows, kernels)
+    contestants = dict(_contestants(config, current, auto_class, model_class, rows))
+    models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
     return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
 
 
 def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
-    """Return the Auto class of what is timed: of one stack of an encoder-decoder, that stack alone."""
+    """Return the name of the Auto class of the model to time.
+
+    An architecture with only the encoder or the decoder of an encoder-decoder is timed by itself.
+    """
     architecture = (config.get("architectures") or [""])[0]
-    # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
+    # The `is_encoder_decoder` of a T5EncoderModel may be True or False.
     if architecture.endswith("EncoderModel"):
         return "AutoModelForTextEncoding"
     for head in ("ForCausalLM", "ForAudioClassification"):
         if architecture.endswith(head):
             return f"AutoModel{head}"
-    both = [name for name in current.auto_classes if "Seq2Seq" in name]
-    return both[0] if both and current.is_encoder_decoder else "AutoModel"
+    seq2seq = [name for name in current.auto_classes if "Seq2Seq" in name]
+    return seq2seq[0] if seq2seq and current.is_encoder_decoder else "AutoModel"
 
 
 def _rows(
     fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
-    made: list[VariantSpeed] = []
-    for name, found in times.items():
-        each = [end * 1e3 for _, end in found]
-        begins = [(begin or 0) * 1e3 for begin, _ in found]  # the first token is there
-        median, first, step = statistics.median(each), statistics.median(begins), None
+    """Return the row of each variant."""
+    rows: list[VariantSpeed] = []
+    for name, rounds in times.items():
+        totals = [end * 1e3 for _, end in rounds]
+        firsts = [(first or 0) * 1e3 for first, _ in rounds]  # until the first token
+        median, first, step = statistics.median(totals), statistics.median(firsts), None
         if max_new_tokens > 1:
-            steps = [end - begin for begin, end in zip(begins, each, strict=True)]
+            steps = [end - begin for begin, end in zip(firsts, totals, strict=True)]
             step = statistics.median(steps) / (max_new_tokens - 1)
-        speed = batch_size * max_new_tokens / median * 1e3, (made[0].milliseconds if made else median) / median
-        made.append(VariantSpeed(name, fields[name], median, each, *speed, first, step))
-    return made
+        speed = batch_size * max_new_tokens / median * 1e3, (rows[0].milliseconds if rows else median) / median
+        rows.append(VariantSpeed(name, fields[name], median, totals, *speed, first, step))
+    return rows
 
 
 def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
+    """Return the break-even point of cached encoder outputs, or None if they were not timed."""
     exact = {"cross_kv_lora_rank": current.hidden_size}
-    plain = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
-    pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in plain if row.fields == exact]
+    baselines = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
+    pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in baselines if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None
-    ours, multi_head = pairs[-1]  # our own class, where it is there: it is listed after upstream's
-    saved = multi_head.first_milliseconds - ours.first_milliseconds
-    lost = ours.step_milliseconds - multi_head.step_milliseconds
+    # The last baseline is the multi-head model of this package if there is one, because it follows "upstream".
+    cached, multi_head = pairs[-1]
+    saved = multi_head.first_milliseconds - cached.first_milliseconds
+    lost = cached.step_milliseconds - multi_head.step_milliseconds
     tokens = None
     if lost > 0 or (lost == 0 and saved < 0):
-        # n tokens take n - 1 steps: the first n at which what was lost is more than what was saved.
+        # n tokens take n - 1 steps. The result is the first n at which the loss of the steps exceeds the saving.
         tokens = 1 if saved < 0 else 2 + math.floor(saved / lost)
-    return BreakEven(ours.name, multi_head.name, tokens)
+    return BreakEven(cached.name, multi_head.name, tokens)
 
 
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Return in which order contestants take their turns in a round.
+    """Return the order of the contestants in a round.
 
-    Every second round is the one before backwards, and each two begin further on: what one leaves behind, as cold
-    caches or threads that still spin, is not always met by the same other one.
+    Every second round reverses the order of the previous one, and each pair of rounds starts with another contestant.
+    Otherwise the effects of a contestant (cold caches, threads that still spin) would always affect the same next one.
 
     Args:
-        names: of the contestants.
-        number: the round's.
+        names: The names of the contestants.
+        number: The number of the round.
     """
     first = number // 2 % max(1, len(names))
     order = [*names[first:], *names[:first]]
@@ -447,110 +472,133 @@ def order_of_round(names: Sequence[str], number: int) -> list[str]:
 
 
 def _timed(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
-    """Return the times of each round of each contestant."""
+    """Return {name: times of each round} of the contestants."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
-    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # round -1 warms up
         for name in order_of_round(list(runs), number):
-            found = run_times(runs[name], device)
+            run_time = run_times(runs[name], device)
             if number >= 0:
-                times[name].append(found)
+                times[name].append(run_time)
     return times
 
 
-def timed_length(given: int | None, config: Any, auto_class: str) -> int:
-    """Return how many tokens, or positions of audio, are read; raise ValueError where there are not so many."""
-    positions = source_window(config) if auto_class in HEARING else longest_input(config)
-    default = positions if auto_class in HEARING else LENGTH
-    length: Any = default if given is None else given
+def timed_length(requested: int | None, config: Any, auto_class: str) -> int:
+    """Return the number of tokens or audio positions to read.
+
+    Args:
+        requested: The number that the user asked for, or None for the default.
+        config: The configuration of the model.
+        auto_class: The result of `timed_auto_class`.
+
+    Raises:
+        ValueError: If the model does not have or does not read this number of positions.
+    """
+    positions = source_window(config) if auto_class in AUDIO_AUTO_CLASSES else longest_input(config)
+    default = positions if auto_class in AUDIO_AUTO_CLASSES else DEFAULT_LENGTH
+    length: Any = default if requested is None else requested
     if positions is not None and length > positions:
-        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+        raise ValueError(f"`length` must be at most {positions}, the number of positions of the model, got {length}.")
     if auto_class == "AutoModelForAudioClassification" and length != positions:
-        raise ValueError(f"`length` is {length}; the model reads {positions} positions of audio, always.")
+        raise ValueError(f"`length` must be {positions}, the number of audio positions of the model, got {length}.")
     return length
 
 
 def _check_device(device: str) -> None:
+    """Check that a device is a CPU or a CUDA device of this machine.
+
+    Raises:
+        ValueError: If it is not.
+    """
     try:
         if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are timed")
+            raise RuntimeError("only cpu and cuda are supported")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"`device` must be a CPU or CUDA device of this machine, got {device!r}: {str(error).splitlines()[0]}"
+        ) from error
 
 
-def _of_checkpoint(
+def _head_and_latent_rows(
     config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the variants with these numbers of heads, with latents and with talking heads."""
+    """Yield the fields of the variants with these numbers of key/value heads, with latents and with talking heads."""
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
-        counts |= {heads}  # no class of transformers is the baseline then
+        counts |= {heads}  # this class is the baseline instead of a Transformers class
     yield from variant_rows(current, field, sorted(counts, reverse=True), talking, latents)
 
 
-def _windows_and_kernels(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the fields of sliding windows and kernels, of a hybrid with each window.
+def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the fields of the variants with sliding windows and with kernels. A hybrid is combined with each window.
 
     Raises:
-        ValueError: for a hybrid without a window.
+        ValueError: If a hybrid is requested without a window.
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
     for kernel in kernels:
         if kernel_class(kernel).reads_window and not windows:
-            raise ValueError(f"a {kernel} reads a window by a softmax: give `attention_window` too.")
+            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Pass `attention_window` too.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
-    found = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
+    rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
         by_size = sizes if kernel_class(kernel).reads_window else [{}]
-        found += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
-    return found
+        rows += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
+    return rows
 
 
 def _contestants(
     config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Yield each name with the fields that make it and what builds it; the baseline first."""
+    """Yield the name of each variant with its fields and a function that makes the model, the baseline first."""
     if config["model_type"] != type(current).model_type:
         yield "upstream", ({}, lambda: upstream_model(config, auto_class))
     field = kv_heads_field(model_class, current)
     for fields in rows:
-        made = variant_config(config, **fields)
-        yield variant_name(made, field), (fields, partial(model_class, made))
+        variant = variant_config(config, **fields)
+        yield variant_name(variant, field), (fields, partial(model_class, variant))
 
 
-def _checked(
+def _make_checked_models(
     contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Make the models, and check in float32 that they compute what they should; `multi_head` makes one as upstream's.
+    """Make the models, and check their outputs in float32.
+
+    Args:
+        contestants: The items of `_contestants`.
+        multi_head: Makes the model of this package that must equal the Transformers model.
+        decodes: Whether the models are encoder-decoders that decode.
+        dtype: The dtype of the returned models.
+        device: The device of the models.
 
     Raises:
-        ValueError: for one that does not.
+        ValueError: If the outputs of a model are wrong.
     """
-    made = {name: ready_to_time(make(), device) for name, (_, make) in contestants.items()}
-    if "upstream" in made:
-        check_upstream(ready_to_time(multi_head(), device), made["upstream"], decodes)
+    models = {name: ready_to_time(make(), device) for name, (_, make) in contestants.items()}
+    if "upstream" in models:
+        check_upstream(ready_to_time(multi_head(), device), models["upstream"], decodes)
     if decodes:
-        check_cache({name: model for name, model in made.items() if name != "upstream"})
-    return {name: model.to(getattr(torch, dtype)) for name, model in made.items()}
+        check_cache({name: model for name, model in models.items() if name != "upstream"})
+    return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 
 def upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
-    """Return a model of transformers' own with random weights, as a config.json of upstream's describes it."""
+    """Return a Transformers model with random weights, made from the `config.json` of a Transformers checkpoint."""
     return getattr(transformers, auto_class).from_config(AutoConfig.for_model(**copy.deepcopy(dict(config))))
 
 
 def ready_to_time(model: Any, device: str) -> Any:
-    """Return a model in float32, in evaluation mode and on a device, which ends no text by itself."""
+    """Return the model in float32 and evaluation mode on a device, with generation that does not stop early."""
     model = model.float().eval().to(device)
     if model.can_generate():
-        model.generation_config.eos_token_id = None  # random weights may end a text at any token
+        model.generation_config.eos_token_id = None  # a model with random weights may generate it at any time
         model.generation_config.use_cache = can_cache(model.config)
     return model
 
 
 def machine_now(device: str) -> dict[str, Any]:
-    """Return the device, threads, load and versions, for the reports."""
+    """Return the device, threads, load and versions for reports."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",

@@ -1,4 +1,4 @@
-"""Text tables as wide as the terminal, and descriptions of the places with talking heads."""
+"""Text tables that fit the terminal, and descriptions of the talking-heads projections of a configuration."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..modeling.fields.field_table import PLACES
+from ..modeling.fields.field_texts import PLACES
 from ..modeling.mechanisms.head_sharing import key_value_field
 from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, talking_places
 
@@ -17,41 +17,48 @@ GAP = "  "
 
 
 def output_width() -> int | None:
-    """Return the characters that a line may have: COLUMNS where it is set, or the terminal's; None for a file."""
+    """Return the width of the output in characters, or None if it is not a terminal and COLUMNS is not set."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         return None
     return shutil.get_terminal_size().columns
 
 
 def print_text(text: str) -> None:
-    """Print text, in as many lines as it takes."""
-    for line in _wrapped(text, output_width()):
+    """Print text, wrapped at the width of the output."""
+    for line in _wrap(text, output_width()):
         print(line)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], cut: int | None = None) -> None:
-    """Print a title, a header and rows of cells; the first column is a name, the others are numbers.
+    """Print a table with a title.
 
-    Where a line would be too long, the header takes more lines; where that does not do, the columns go into several
-    tables, each with the names. `cut` is the column at which another subject begins: there the first cut is made.
+    If a line is too long, the header is wrapped first. If that is not enough, the columns are divided among several
+    tables, and each of these repeats the first column.
+
+    Args:
+        title: The text above the table.
+        header: The names of the columns.
+        rows: The cells of each row. The first column is left-aligned text, the others are right-aligned numbers.
+        cut: The index of the column at which a divided table is divided first.
     """
     limit = output_width()
     print_text(title)
     cells = [[row[i] for row in rows] for i in range(len(header))]
     headers = [[name] for name in header]
-    if limit is not None and _line_width(_widths(headers, cells)) > limit:
-        # As narrow as the cells, but for longer words.
+    if limit is not None and _line_width(_column_widths(headers, cells)) > limit:
+        # A column becomes as narrow as its cells and the longest word of its header allow.
         headers = [
-            _wrapped(name, max(map(len, [*found, *name.split()]))) for name, found in zip(header, cells, strict=True)
+            _wrap(name, max(map(len, [*column, *name.split()]))) for name, column in zip(header, cells, strict=True)
         ]
-    widths = _widths(headers, cells)
-    for number, columns in enumerate(_tables(widths, limit, cut)):
+    widths = _column_widths(headers, cells)
+    for number, columns in enumerate(_split_columns(widths, limit, cut)):
         if number:
             print()
         _print_columns([headers[i] for i in columns], [cells[i] for i in columns], [widths[i] for i in columns])
 
 
 def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    """Print one table. Headers are lists of lines, cells are lists of columns."""
     lines = max(map(len, headers))
     for line in range(lines):
         words = [([""] * (lines - len(header)) + list(header))[line] for header in headers]
@@ -62,8 +69,8 @@ def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[st
         print(GAP.join([first.strip().ljust(widths[0]), *others]))
 
 
-def _tables(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterator[list[int]]:
-    """The columns of each table, the first one in each."""
+def _split_columns(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterator[list[int]]:
+    """Yield the column indices of each table. Every table has the first column."""
     if limit is None or _line_width(widths) <= limit:
         yield list(range(len(widths)))
         return
@@ -77,24 +84,31 @@ def _tables(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterat
     yield columns
 
 
-def _widths(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, (*header, *found))) for header, found in zip(headers, cells, strict=True)]
+def _column_widths(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column in characters."""
+    return [max(map(len, (*header, *column))) for header, column in zip(headers, cells, strict=True)]
 
 
 def _line_width(widths: Sequence[int]) -> int:
+    """Return the width of a line with columns of these widths."""
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _wrapped(text: str, width: int | None) -> list[str]:
+def _wrap(text: str, width: int | None) -> list[str]:
+    """Return the lines of a text that is wrapped at a width. None means that lines are not limited."""
     if width is None:
         return [text]
     return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [text]
 
 
 def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes of the places that are in the stacks of some fields of key/value heads.
+    """Return the prefixes of the places in the encoder or decoder that some key/value head fields belong to.
 
-    Cross-attention is in the decoder's; a model that is an encoder, or a decoder without one, has none.
+    The prefix of cross-attention is returned only for a decoder that has cross-attention.
+
+    Args:
+        config: A variant configuration.
+        fields: Key/value head fields, for example `("encoder_num_key_value_heads",)`.
     """
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
     return tuple(
@@ -105,7 +119,7 @@ def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
 
 
 def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeads]]:
-    """Return how heads talk in each layer of each place in these stacks, {prefix: [of each layer]}."""
+    """Return {prefix: [talking heads of each layer]} for the places that `places_of_stacks` returns."""
     return {
         prefix: [config.talking_heads_of(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
         for prefix in places_of_stacks(config, fields)
@@ -113,22 +127,23 @@ def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[Talki
 
 
 def talking_parts(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return which projections there are, and where: ("both", ""), or ("logits", " in cross-attention").
+    """Return the kinds of talking-heads projections and descriptions of their places.
 
-    Nothing is said of where, if it is everywhere in these stacks.
+    The result is [("logits", " in cross-attention")], for example. The description is empty if the projections are
+    in all places.
 
     Args:
-        config: a variant configuration.
-        fields: of key/value heads, of the stacks that are looked at.
+        config: A variant configuration.
+        fields: The key/value head fields of the encoder or decoder to describe.
     """
     by_place = talking_by_place(config, fields)
-    kinds = [each.kind for layers in by_place.values() for each in layers]
+    kinds = [talking.kind for layers in by_place.values() for talking in layers]
     if len({*kinds}) == 1:
         return [] if kinds[0] is None else [(kinds[0], "")]
-    found: dict[str, list[str]] = {}
+    places_by_kind: dict[str, list[str]] = {}
     for prefix, layers in by_place.items():
-        for kind in dict.fromkeys(each.kind for each in layers if each.kind is not None):
-            having = [str(layer) for layer, each in enumerate(layers) if each.kind == kind]
-            some = f" (layer{'s' * (len(having) > 1)} {', '.join(having)})" if len(having) < len(layers) else ""
-            found.setdefault(kind, []).append(PLACES[prefix].here + some)
-    return [(kind, f" in {' and '.join(places)}") for kind, places in found.items()]
+        for kind in dict.fromkeys(talking.kind for talking in layers if talking.kind is not None):
+            indices = [str(layer) for layer, talking in enumerate(layers) if talking.kind == kind]
+            some = f" (layer{'s' * (len(indices) > 1)} {', '.join(indices)})" if len(indices) < len(layers) else ""
+            places_by_kind.setdefault(kind, []).append(PLACES[prefix].here + some)
+    return [(kind, f" in {' and '.join(places)}") for kind, places in places_by_kind.items()]

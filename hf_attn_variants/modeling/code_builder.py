@@ -28,49 +28,68 @@ NOT_JOINED = "architectures"
 BASE = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
+LINE_LENGTH = 119
 
-ANY = ("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads")
-# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/mechanisms_used.py`).
+ANY = (
+    "additive_score",
+    "latents",
+    "linear_attention",
+    "patterns",
+    "sinusoidal_positions",
+    "talking_heads",
+    "unequal_layers",
+)
+# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/used_mechanisms.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
-    "AdditiveScore": ("additive_score",),
-    "AttentionKernel": ("linear_attention",),
-    "AttentionPattern": ("patterns",),
-    "KernelStateLayer": ("linear_attention",),
-    "Reach": ("linear_attention", "patterns"),
-    "DistanceBias": ("patterns", "linear_attention"),
-    "DynamicTerms": ("talking_heads",),
-    "Latent": ("latents",),
-    "MemoryCompressed": ("patterns",),
-    "TransientPattern": ("patterns",),
     "_added": ("talking_heads",),
     "_check_kernel_kept": ("linear_attention",),
+    "_check_layer": ("talking_heads",),
     "_check_not_ignored": ANY,
     "add_latent_map": ("latents",),
     "add_summary_parameters": ("patterns",),
+    "AdditiveScore": ("additive_score",),
+    "as_full_attention": ("linear_attention", "patterns"),
+    "attend_in_blocks": ("patterns",),
     "attend_to_latent": ("latents",),
     "attend_to_one_latent": ("latents",),
+    "attend_with_mechanisms": ("additive_score", "linear_attention", "patterns", "talking_heads"),
     "attend_with_summaries": ("patterns",),
+    "attention_in_windows": ("linear_attention", "patterns"),
+    "AttentionKernel": ("linear_attention",),
+    "AttentionPattern": ("patterns",),
     "beginning_of_talking_heads": ("talking_heads",),
+    "BlockWindows": ("linear_attention", "patterns"),
     "check_global_mask": ("linear_attention", "patterns"),
     "check_kernels": ("linear_attention",),
     "check_patterns": ("linear_attention", "patterns"),
     "check_together": ANY,
+    "checked_layer_values": ("unequal_layers",),
     "compression_of": ("patterns",),
+    "DistanceBias": ("patterns", "linear_attention"),
     "drawn_names": ("linear_attention",),
+    "DynamicTerms": ("talking_heads",),
+    "fills_blocks": ("linear_attention", "patterns"),
+    "from_per_layer_config": ("unequal_layers",),
     "init_kernel": ("linear_attention",),
     "install_kernel": ("linear_attention",),
-    "kernel_class": ("linear_attention",),
     "keep_window": ("linear_attention", "patterns"),
+    "kernel_attention_forward": ("linear_attention",),
+    "kernel_class": ("linear_attention",),
+    "KernelStateLayer": ("linear_attention",),
+    "Latent": ("latents",),
+    "MemoryCompressed": ("patterns",),
     "one_latent_serves": ("latents",),
     "pattern_class": ("patterns",),
     "projection_shapes": ("talking_heads",),
     "projection_std": ("talking_heads",),
+    "Reach": ("linear_attention", "patterns"),
     "score_of": ("additive_score",),
     "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
     "shared_latent": ("latents",),
     "summary_table": ("patterns",),
-    "attend_with_mechanisms": ("additive_score", "linear_attention", "patterns", "talking_heads"),
+    "TransientPattern": ("patterns",),
+    "with_global_tokens_first": ("linear_attention", "patterns"),
 }
 # A stub has the name of what it stands for.
 STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
@@ -308,7 +327,7 @@ def _file_text(
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
                 _add_plain_import(plain, imports, definition.node, names)
             else:
-                body.append(_definition_text(definition, module, modules))
+                body.append(_definition_text(definition, module, modules, names))
         uses = {name for definition in kept for name in definition.uses}
         for name, place in module.imported.items():
             if name in uses and place in reached:
@@ -347,6 +366,21 @@ def _add_plain_import(
                 imports.setdefault(node.module or "", set()).add(shown)
 
 
+def _guarded_imports(block: ast.With, names: set[str]) -> str:
+    """Return a block of imports with the names that are reached."""
+    lines = [f"with {ast.unparse(block.items[0])}:"]
+    for node in block.body:
+        imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
+        if isinstance(node, ast.ImportFrom) and imported:
+            whole = ast.ImportFrom(module=node.module, names=imported, level=node.level)
+            line = f"    {ast.unparse(whole)}"
+            if len(line) > LINE_LENGTH:
+                inside = "".join(f"        {ast.unparse(alias)},\n" for alias in imported)
+                line = f"    from {node.module} import (\n{inside}    )"
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def _joined(parts: list[str]) -> str:
     """Return statements with two blank lines around each function and class."""
     text = ""
@@ -357,17 +391,23 @@ def _joined(parts: list[str]) -> str:
     return text
 
 
-def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module]) -> str:
-    """Return the source of a statement, with imports inside it changed to those of a repository."""
+def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
+    """Return the source of a statement, with imports inside it changed to those of a repository.
+
+    Args:
+        names: what is reached of the statement; a block of guarded imports keeps these names only.
+    """
+    if isinstance(definition.node, ast.With):
+        return _guarded_imports(definition.node, names)
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
     first = end - len(lines) + 1  # the line of the module at which the text begins
     inner = [each for each in ast.walk(definition.node) if isinstance(each, ast.ImportFrom) and each.level]
     for child in sorted(inner, key=lambda each: -each.lineno):
         source = (child.module or "").rpartition(".")[2]
-        names = ", ".join(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in child.names)
+        shown = ", ".join(map(ast.unparse, child.names))
         is_joined = modules[source].file == module.file
-        new = "pass" if is_joined else f"from .{modules[source].file} import {names}"
+        new = "pass" if is_joined else f"from .{modules[source].file} import {shown}"
         lines[child.lineno - first : (child.end_lineno or child.lineno) - first + 1] = [
             f"{' ' * child.col_offset}{new}"
         ]

@@ -1,1 +1,1 @@
-"""Live models whose linear maps are int8, or that are bfloat16, on a CPU."""
+"""Loaded models with int8 linear layers, or in bfloat16, on a CPU."""

@@ -1,7 +1,7 @@
-"""Products with an int8 weight on a CPU, by the operators of torch.
+"""Products of float32 inputs with an int8 weight on a CPU, computed by operators of torch.
 
 A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of a
-call are rounded as they come, each token by its own largest magnitude: x = step * n, with integers n. So
+call are rounded token by token, relative to the largest magnitude of each token: x = step * n, with integers n. Then
 
     W x = scales * step * (N n)
 
@@ -9,11 +9,7 @@ where N n is an exact sum in int32. The operators take n as unsigned numbers u =
 for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several operators of torch compute this sum, and
 all paths below return the same bits. Which of them is fast depends on the processor and on the number of tokens, and
 the slow ones can be hundreds of times slower than float32. Therefore the paths are checked and timed once per process,
-and `path_for` returns the fastest correct one.
-
-What this machine's processor multiplies.
-
-Least times of short calls, measured in turn.
+and `Plan.path_for` returns the fastest correct one.
 """
 
 import bisect
@@ -41,31 +37,31 @@ __all__ = [
 
 
 def processor_has(*names: str) -> bool:
-    """Say whether this processor has one of some instructions.
+    """Return whether this processor has at least one of some instruction sets.
 
     Args:
-        names: as torch calls them ("avx512_vnni"). A torch that tells of none has none.
+        names: The names in torch ("avx512_vnni"). The result is False if torch does not report any capabilities.
     """
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name, False) for name in names)
 
 
 def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
-    """Return the least time of each call in seconds.
+    """Return the shortest time of each call in seconds.
 
     The calls take turns, so that a busy machine slows all of them. The first turn warms up and is not counted.
 
     Example:
         >>> float32, int8 = least_seconds(lambda: linear(states), lambda: int8_linear(states))
     """
-    least = [math.inf] * len(calls)
+    shortest = [math.inf] * len(calls)
     for turn in range(times + 1):
         for number, call in enumerate(calls):
             start = time.perf_counter()
             call()
             if turn:
-                least[number] = min(least[number], time.perf_counter() - start)
-    return least
+                shortest[number] = min(shortest[number], time.perf_counter() - start)
+    return shortest
 
 
 # Weights are symmetric about zero; -128 has no counterpart.
@@ -73,16 +69,16 @@ LARGEST = 127
 # The largest magnitude of a rounded input, by its number of bits. Without VNNI, FBGEMM adds two products in 16 bits,
 # which only 7 bits of the inputs fit into.
 LEVELS = {8: 127, 7: 63}
-# The fewest rows of the classes that a path is chosen for.
+# A path is chosen for each range of numbers of rows. These are the lower bounds of the ranges.
 ROWS = (1, 16, 64, 256, 1024, 4096)
 # The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
 TIMED_SHAPE = (512, 512)
-# A path that takes this many times as long as another one runs a reference kernel, whatever the noise of the clock.
+# A path that is this many times slower than another one runs a reference kernel. Noise is smaller.
 REFERENCE_KERNEL = 4.0
-# Another path is taken for more rows only if it gains this much: a weight is packed once per path.
+# A different path is used for more rows only if its time is below this ratio, because each path packs the weight.
 GAIN = 0.95
-# The number of inputs that a thread rounds at a time. The temporary results of all of them would be several times as
-# large as the inputs: they would not fit into the caches.
+# The number of inputs that a thread rounds at a time. The temporary results are several times as large as the inputs,
+# and would not fit into the caches without this limit.
 BLOCK_NUMBERS = 2**19
 # A weight is rounded this many rows at a time, because an output layer may be as large as all other layers together.
 ROWS_AT_ONCE = 1024
@@ -92,11 +88,11 @@ _qlinear: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "d
 
 
 class Int8Weight:
-    """An int8 weight W [out, in], packed for a path when a call first takes that path.
+    """An int8 weight W [out, in], which is packed for a path when the path is first used.
 
     Args:
-        weight: int8 numbers of at most 127 in magnitude [out, in].
-        scales: the factor of each row, float32 [out].
+        weight: The integers N, int8 [out, in], with magnitudes of at most 127.
+        scales: The factor of each row, float32 [out].
     """
 
     dtype = torch.int8
@@ -107,10 +103,10 @@ class Int8Weight:
         self._packed: dict[type[Product], Product] = {}
 
     @classmethod
-    def rounded(cls, weight: torch.Tensor) -> "Int8Weight":
+    def from_float32(cls, weight: torch.Tensor) -> "Int8Weight":
         """Return the int8 weight that is nearest to a float32 weight [out, in]."""
         numbers, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
-        parts = (each.split(ROWS_AT_ONCE) for each in (weight, numbers, scales))
+        parts = (tensor.split(ROWS_AT_ONCE) for tensor in (weight, numbers, scales))
         for rows, into, scale in zip(*parts, strict=True):
             scale.copy_(rows.abs().amax(1) / LARGEST)
             scale[scale == 0] = 1.0
@@ -118,7 +114,7 @@ class Int8Weight:
         return cls(numbers, scales)
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return W x + b [..., out] for float32 states x [..., in] of two dimensions or more."""
+        """Return W x + b [..., out] for float32 inputs x [..., in] with at least two dimensions."""
         plan = current_plan()
         path = plan.path_for(states.numel() // self._in_features)
         if (packed := self._packed.get(path)) is None:
@@ -127,20 +123,20 @@ class Int8Weight:
         return packed(states, bias, plan.bits)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the arguments that this weight can be made of again."""
+        """Return the constructor arguments that make the same weight."""
         return {"weight": self.numbers(), "scales": self._scales}
 
-    def whole(self) -> torch.Tensor:
+    def to_float32(self) -> torch.Tensor:
         """Return W in float32 [out, in]."""
         return self.numbers() * self._scales[:, None]
 
 
 class Product(ABC):
-    """A path: a weight packed for one operator of torch, and the call of this operator.
+    """A path: a weight that is packed for one operator of torch, and the call of this operator.
 
     Args:
-        numbers: N, int8 [out, in].
-        scales: the factor of each row, float32 [out].
+        numbers: The integers N, int8 [out, in].
+        scales: The factor of each row, float32 [out].
     """
 
     name: ClassVar[str]
@@ -149,14 +145,14 @@ class Product(ABC):
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None: ...
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
-        """Return W x + b [..., out] for states x [..., in], which are rounded to `bits` bits."""
+        """Return W x + b [..., out] for inputs x [..., in], which are rounded to `bits` bits."""
         numbers, step = round_inputs(states, LEVELS[bits])
-        made = self.multiply(numbers, LEVELS[bits] + 1)
-        return made.mul_(step) if bias is None else torch.addcmul(bias, made, step, out=made)
+        product = self.multiply(numbers, LEVELS[bits] + 1)
+        return product.mul_(step) if bias is None else torch.addcmul(bias, product, step, out=product)
 
     @abstractmethod
     def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        """Return scales * N (u - z), float32 [..., out], for uint8 numbers u [..., in] that may be overwritten."""
+        """Return scales * N (u - z), float32 [..., out], for uint8 numbers u [..., in]. It may overwrite u."""
 
     @abstractmethod
     def numbers(self) -> torch.Tensor:
@@ -164,10 +160,10 @@ class Product(ABC):
 
 
 class EngineProduct(Product):
-    """torch's dynamic quantized operator: QNNPACK's on ARM.
+    """The dynamic quantized operator of torch, which is QNNPACK on ARM.
 
     The operator chooses one scale and zero point for all inputs from their range. An extra row that spans the whole
-    range makes the scale 1 and keeps the numbers as they are.
+    range makes the scale 1, so that the numbers do not change.
     """
 
     name = "torch.ops.quantized.linear_dynamic"
@@ -175,7 +171,7 @@ class EngineProduct(Product):
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         zeros = torch.zeros_like(scales, dtype=torch.long)
         with _without_deprecation_warnings():
-            # `quantize_per_channel` would round the numbers again, from twelve bytes for each.
+            # `quantize_per_channel` would round the numbers again, and needs twelve bytes per number.
             weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
             self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
         self._out_features = len(scales)
@@ -186,15 +182,15 @@ class EngineProduct(Product):
         padded[:-1] = numbers.view(-1, size)
         padded[:-1].sub_(zero_point).clamp_(max=zero_point - 1)  # the numbers of a token with NaN may be larger
         padded[-1, 0], padded[-1, -1] = -zero_point, zero_point - 1
-        made: torch.Tensor = _linear_dynamic(padded, self._packed, zero_point == LEVELS[7] + 1)
-        return made[:-1].view(*numbers.shape[:-1], self._out_features)
+        product: torch.Tensor = _linear_dynamic(padded, self._packed, zero_point == LEVELS[7] + 1)
+        return product[:-1].view(*numbers.shape[:-1], self._out_features)
 
     def numbers(self) -> torch.Tensor:
         with _without_deprecation_warnings():
             return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
 
 
-# One call of TorchScript instead of seven calls from Python: these take longer than the product of a few tokens.
+# One TorchScript call replaces seven Python calls, which take longer than the product of a few tokens.
 FBGEMM_SOURCE = """
 def multiply(states: Tensor, step: Tensor, numbers: Tensor, level: int,
              packed: __torch__.torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
@@ -205,14 +201,14 @@ def product(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPack
             level: int) -> Tensor:
     numbers = torch.abs(states)
     step = torch.amax(numbers, [-1], True).div_(level)
-    made = multiply(states, step, numbers, level, packed)
+    output = multiply(states, step, numbers, level, packed)
     if bias is None:
-        return made.mul_(step)
-    return torch.addcmul(bias, made, step, out=made)
+        return output.mul_(step)
+    return torch.addcmul(bias, output, step, out=output)
 
 def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase,
                       bias: Optional[Tensor], level: int, blocks: int, out_features: int) -> Tensor:
-    made = torch.empty([states.size(0), out_features])
+    output = torch.empty([states.size(0), out_features])
     first = 0
     for block in states.chunk(blocks):
         last = first + block.size(0)
@@ -220,32 +216,32 @@ def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.
         step = torch.amax(numbers, [-1], True).div_(level)
         part = multiply(block, step, numbers, level, packed)
         if bias is None:
-            torch.mul(part, step, out=made[first:last])
+            torch.mul(part, step, out=output[first:last])
         else:
-            torch.addcmul(bias, part, step, out=made[first:last])
+            torch.addcmul(bias, part, step, out=output[first:last])
         first = last
-    return made
+    return output
 """
 
 
 class FbgemmProduct(EngineProduct):
-    """FBGEMM's operator for inputs with a known scale, which rounds them itself: the fastest one for few tokens."""
+    """The operator of FBGEMM, which rounds the inputs with a given scale. It is the fastest one for few tokens."""
 
     name = "FBGEMM"
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
         product, product_in_blocks = _fbgemm_functions()
-        made: torch.Tensor
+        output: torch.Tensor
         if (blocks := _num_blocks(states)) == 1:
-            made = product(states, self._packed, bias, LEVELS[bits])
-            return made
+            output = product(states, self._packed, bias, LEVELS[bits])
+            return output
         rows = states.reshape(-1, states.shape[-1])
-        made = product_in_blocks(rows, self._packed, bias, LEVELS[bits], blocks, self._out_features)
-        return made.view(*states.shape[:-1], self._out_features)
+        output = product_in_blocks(rows, self._packed, bias, LEVELS[bits], blocks, self._out_features)
+        return output.view(*states.shape[:-1], self._out_features)
 
 
 class OneDnnProduct(Product):
-    """oneDNN's operator with unsigned inputs n + 2^(bits - 1), which VNNI multiplies: the fastest for many tokens."""
+    """The oneDNN operator with unsigned inputs n + 2^(bits - 1), which uses VNNI: the fastest for many tokens."""
 
     name = "oneDNN, unsigned inputs"
 
@@ -254,17 +250,17 @@ class OneDnnProduct(Product):
         self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
 
     def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        made: torch.Tensor = _qlinear(
+        product: torch.Tensor = _qlinear(
             numbers, 1.0, zero_point, *self._packed, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return made
+        return product
 
     def numbers(self) -> torch.Tensor:
         return self._packed[0].to_dense().t().contiguous()
 
 
 class OneDnnSignedProduct(OneDnnProduct):
-    """oneDNN's operator with signed inputs, which AMX multiplies. Other processors run a reference kernel."""
+    """The oneDNN operator with signed inputs, which uses AMX. Other processors run a reference kernel."""
 
     name = "oneDNN, signed inputs"
 
@@ -279,19 +275,19 @@ class Plan(NamedTuple):
     """The number of bits of the inputs, and the path for each number of rows.
 
     Args:
-        bits: 8, or 7 where no fast operator of this processor takes 8.
-        paths: the path for each entry of `ROWS`.
+        bits: 8, or 7 if no operator for 8 bits is fast on this processor.
+        paths: The path for each entry of `ROWS`.
     """
 
     bits: int
     paths: tuple[type[Product], ...]
 
     def path_for(self, rows: int) -> type[Product]:
-        """Return the path for inputs of a number of rows."""
+        """Return the path for inputs with a number of rows."""
         return self.paths[max(0, bisect.bisect_right(ROWS, rows) - 1)]
 
     def __str__(self) -> str:
-        """Name each path with the fewest tokens that it is taken for."""
+        """Return the name of each path with the smallest number of tokens that it is used for."""
         names = {
             path: f"{path.name} from {first} tokens" for first, path in zip(ROWS[::-1], self.paths[::-1], strict=True)
         }
@@ -299,7 +295,10 @@ class Plan(NamedTuple):
 
 
 def current_plan() -> Plan:
-    """Return the plan for torch's engine and number of threads; the first call of a process times the paths."""
+    """Return the plan for the engine and the number of threads of torch.
+
+    The first call of a process times the paths.
+    """
     return _plan(torch.backends.quantized.engine, torch.get_num_threads())
 
 
@@ -307,37 +306,39 @@ def current_plan() -> Plan:
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def _plan(engine: str, threads: int) -> Plan:
+    """Return the plan for an engine and a number of threads, which are the keys of the cache."""
     bits = _input_bits(engine)
-    paths, taken = _correct_paths(engine, bits), list[type[Product]]()
+    paths, chosen = _correct_paths(engine, bits), list[type[Product]]()
     for rows in ROWS:
         seconds = dict(zip(paths, least_seconds(*(_timed_call(path, bits, rows) for path in paths)), strict=True))
         paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
-        if taken and taken[-1] in paths and seconds[fastest] > GAIN * seconds[taken[-1]]:
-            fastest = taken[-1]
-        taken.append(fastest)
-    return Plan(bits, tuple(taken))
+        if chosen and chosen[-1] in paths and seconds[fastest] > GAIN * seconds[chosen[-1]]:
+            fastest = chosen[-1]
+        chosen.append(fastest)
+    return Plan(bits, tuple(chosen))
 
 
 @functools.cache
 def _input_bits(engine: str) -> int:
-    """Return 8, unless a correct path of 7 bits is several times faster (on x86 without VNNI)."""
-    least = {}
+    """Return 8, or 7 if a correct path for 7 bits is several times faster (on x86 without VNNI)."""
+    seconds = {}
     for bits in LEVELS:
         if paths := _correct_paths(engine, bits):
-            least[bits] = min(least_seconds(*(_timed_call(path, bits, ROWS[0]) for path in paths), times=1))
-    return 8 if least.get(8, float("inf")) < REFERENCE_KERNEL * least.get(7, float("inf")) else 7
+            seconds[bits] = min(least_seconds(*(_timed_call(path, bits, ROWS[0]) for path in paths), times=1))
+    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL * seconds.get(7, float("inf")) else 7
 
 
 @functools.cache
 def _correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
+    """Return the paths that compute correct products with an engine of torch, which is a key of the cache."""
     return tuple(path for path in PATHS if _is_correct(path, bits))
 
 
 def _is_correct(path: type[Product], bits: int) -> bool:
-    """Check a path with the largest numbers, whose sums overflow in 16 bits.
+    """Return whether a path is correct for the largest numbers, whose sums overflow in 16 bits.
 
-    torch keeps these operators for its own use, so a release may change or remove one of them.
+    These operators are private in torch, so that a release may change or remove one of them.
     """
     level = LEVELS[bits]
     generator = torch.Generator().manual_seed(0)
@@ -348,19 +349,20 @@ def _is_correct(path: type[Product], bits: int) -> bool:
     )
     states = (numbers.double() / LARGEST * level).round().float()
     states[:, 0] = level  # so that the step is 1
-    right = (states.double() @ numbers.double().t()).float()
+    expected = (states.double() @ numbers.double().t()).float()
     try:
         product = path(numbers, torch.ones(len(numbers)))
         return all(
-            torch.equal(product(rows, None, bits), right[: len(rows)]) for rows in (states[:1], states[:2], states)
+            torch.equal(product(rows, None, bits), expected[: len(rows)]) for rows in (states[:1], states[:2], states)
         )
     except (RuntimeError, TypeError, AttributeError):
         return False
 
 
 def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
+    """Return a function that computes a product of random numbers with a path."""
     generator = torch.Generator().manual_seed(0)
-    weight = Int8Weight.rounded(torch.randn(TIMED_SHAPE, generator=generator))
+    weight = Int8Weight.from_float32(torch.randn(TIMED_SHAPE, generator=generator))
     product = path(weight.numbers(), weight._scales)
     states, bias = torch.randn(rows, TIMED_SHAPE[1], generator=generator), torch.zeros(TIMED_SHAPE[0])
     return lambda: product(states, bias, bits)
@@ -368,19 +370,28 @@ def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch
 
 @functools.cache
 def _fbgemm_functions() -> tuple[Any, Any]:
+    """Compile `FBGEMM_SOURCE`, and return `product` and `product_in_blocks`."""
     unit = torch.jit.CompilationUnit(FBGEMM_SOURCE)
     return unit.product, unit.product_in_blocks
 
 
 def _num_blocks(states: torch.Tensor) -> int:
+    """Return the number of blocks in which inputs are rounded."""
     return max(1, -(-states.numel() // (BLOCK_NUMBERS * torch.get_num_threads())))
 
 
 def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers u = n + level + 1, uint8 [..., in], of states, and the steps [..., 1].
+    """Round inputs to integers with one step per token.
 
-    Each token is divided by its step. A token of zeros has step 0: its numbers are arbitrary and their product is
-    multiplied by 0. A token with a NaN has the step NaN, and so has its product.
+    The step of a token of zeros is 0. Its numbers are arbitrary, and their product is multiplied by 0. The step of a
+    token with a NaN is NaN, so that its product is NaN too.
+
+    Args:
+        states: The inputs [..., in].
+        level: The largest magnitude of the integers n.
+
+    Returns:
+        The numbers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
     parts = [_round_block(block, level) for block in rows.chunk(_num_blocks(states))]
@@ -389,31 +400,32 @@ def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
 
 
 def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round one block of inputs (see `round_inputs`)."""
     rounded = states.abs()
     step = rounded.amax(-1, keepdim=True).div_(level)
-    # torch converts float32 to uint8 one number at a time, except in the operator that quantizes.
+    # Only the quantization operator of torch converts float32 to uint8 with vector instructions.
     quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, level + 1, torch.quint8)
     numbers = torch.empty(0, dtype=torch.uint8)
     return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step
 
 
 def check_engine() -> None:
-    """Check that torch multiplies by int8 on this processor.
+    """Check that torch has correct int8 products on this processor.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: If it has none.
     """
     engine = torch.backends.quantized.engine
     if not any(_correct_paths(engine, bits) for bits in LEVELS):
         raise ValueError(
             f"torch {torch.__version__} has no int8 products for this processor "
-            f'(`torch.backends.quantized.engine` is "{engine}"). Use `quantize(model, "bfloat16")`, which needs none.'
+            f'(`torch.backends.quantized.engine` is "{engine}"). Use `quantize(model, "bfloat16")` instead.'
         )
 
 
 @contextmanager
 def _without_deprecation_warnings() -> Iterator[None]:
-    # torch 2.13 warns about each such tensor, and a user can do nothing about it.
+    """Suppress the warnings of torch 2.13 about quantized tensors, because users cannot avoid them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*torch\.quantize_per_", category=UserWarning)
         yield

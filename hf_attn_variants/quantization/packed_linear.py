@@ -1,4 +1,4 @@
-"""Linear layers with packed int8 or bfloat16 weights, and the choice of layers that are quantized."""
+"""Linear layers with packed int8 or bfloat16 weights, and the selection of the layers to quantize."""
 
 import functools
 import itertools
@@ -18,59 +18,64 @@ from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
 from .int8_weight import LARGEST, Int8Weight, least_seconds, processor_has, round_inputs
 
 __all__ = [
-    "LEAST_WEIGHTS",
-    "MOST_ERROR",
+    "MAX_ERROR",
+    "MIN_WEIGHTS",
     "Bfloat16Linear",
     "Bfloat16Weight",
     "Int8Linear",
     "PackedLinear",
     "has_bfloat16",
     "has_fast_bfloat16",
-    "is_named",
     "large_linears",
     "make_example_inputs",
-    "recorded_reads",
+    "matches_name",
+    "record_weight_reads",
     "rounding_errors",
 ]
 
-# A smaller layer gains no time in a call of few tokens, and it needs little memory. (With AVX-512 VNNI, int8 layers of
-# 256 x 256 made a batch of 16 texts of a small T5 1.16 times as fast.)
-LEAST_WEIGHTS = 2**16
-# The largest relative error that rounding the inputs may make in the outputs of an int8 layer. Inputs without
-# outliers make 0.01, and the layers of MiniLM up to 0.04. In a flan-T5 (small), it is 0.16 for the output layer, which
-# then names another likeliest token in one case of seven.
-MOST_ERROR = 0.05
-# The example batch, and the most rows of it that a layer is measured on.
+# The smallest number of weights of a quantized layer. Smaller layers are not faster in int8 for few tokens, and need
+# little memory. (With AVX-512 VNNI, int8 layers of 256 x 256 made a small T5 1.16 times as fast for 16 texts.)
+MIN_WEIGHTS = 2**16
+# The largest relative error of the outputs of an int8 layer that rounding its inputs may cause. It is 0.01 for inputs
+# without outliers, and up to 0.04 in MiniLM. In flan-T5 (small), it is 0.16 for the output layer, which then changes
+# the most likely token in one of seven cases.
+MAX_ERROR = 0.05
+# The size of the example batch, and the largest number of its rows that the error of a layer is measured on.
 EXAMPLE_TEXTS, EXAMPLE_TOKENS, MEASURED_ROWS = 4, 16, 64
 
 
 def large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model that gain from fewer bits, by their paths.
+    """Return the linear layers of a model that are large enough to be quantized, by path.
 
-    Layers of a class of their own (those that make latents) are not among them. Nor are those whose weight an
-    attention reads together with a latent or with the encoder's outputs, instead of calling the layer.
+    Subclasses of `nn.Linear` (the latent projections) are not included. Neither are layers whose weight is read
+    together with latents or encoder outputs, instead of calling the layer.
     """
-    read = {id(linear) for linear in _read_linears(model)}
+    read = {id(linear) for linear in _linears_with_read_weights(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear and id(module) not in read and module.weight.numel() >= LEAST_WEIGHTS
+        if type(module) is nn.Linear and id(module) not in read and module.weight.numel() >= MIN_WEIGHTS
     }
 
 
-def is_named(path: str, names: Iterable[str]) -> bool:
-    """Return whether a path of a module or parameter has one of the names among its parts."""
+def matches_name(path: str, names: Iterable[str]) -> bool:
+    """Return whether the path of a module or parameter contains one of the names.
+
+    Args:
+        path: A path such as "encoder.block.0.layer.1".
+        names: Regular expressions that match one or more parts of a path.
+    """
     return any(re.search(rf"(^|\.){name}(\.|$)", path) for name in names)
 
 
 def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a small random batch for a model of texts, sounds or images, from its configuration."""
+    """Return a small random batch for a text, audio or image model, based on its configuration."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(0)
     name = model.main_input_name
 
     def text_batch(size: int) -> torch.Tensor:
-        # The first ids are special tokens; models with positions from 2 on (RoBERTa) need two more.
+        # The first ids are special tokens. Models whose positions begin at 2 (RoBERTa) support two tokens less.
         tokens = max(1, min(EXAMPLE_TOKENS, getattr(config, "max_position_embeddings", 512) - 4))
         return torch.randint(min(4, size - 1), size, (EXAMPLE_TEXTS, tokens), generator=generator)
 
@@ -91,10 +96,18 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]) -> dict[str, float]:
-    """Run a model once and return the error that rounding the inputs of each linear layer makes in its outputs.
+    """Run a model once, and return the error that rounding the inputs of each linear layer causes in its outputs.
 
-    The error is relative to what differs between the outputs of the tokens: a part that all tokens share, as of one
-    very large input, carries nothing. Layers that the model does not call are not in the result.
+    The error is relative to the differences between the outputs of the tokens, because an output that is the same for
+    all tokens (due to one very large input, for example) has no information.
+
+    Args:
+        model: The model.
+        linears: The linear layers by path.
+        inputs: The keyword arguments of the call.
+
+    Returns:
+        The relative error of each layer by path. Layers that are not called are not included.
     """
     errors: dict[int, float] = {}
 
@@ -113,7 +126,8 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
             errors[id(linear)] = max(errors.get(id(linear), 0.0), ratio)
 
     hooks = [
-        linear.register_forward_pre_hook(measure) for linear in {id(each): each for each in linears.values()}.values()
+        linear.register_forward_pre_hook(measure)
+        for linear in {id(linear): linear for linear in linears.values()}.values()
     ]
     try:
         with torch.no_grad():
@@ -124,10 +138,11 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
     return {path: errors[id(linear)] for path, linear in linears.items() if id(linear) in errors}
 
 
-def _read_linears(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the linear layers whose weight is read by an attention instead of calling the layer."""
     for module in model.modules():
         if isinstance(module, SharesMemory) and module.cross_cache == ENCODER_OUTPUTS:
-            yield from module.key_and_value_maps()
+            yield from module.key_value_projections()
         if isinstance(module, AttnVariantModelMixin):
             for site, _, attention in module.named_attentions():
                 core: Any = attention.get_submodule(site.core)
@@ -135,46 +150,48 @@ def _read_linears(model: PreTrainedModel) -> Iterator[nn.Module]:
                     yield from (attention.get_submodule(path) for path in (site.key, site.value))
 
 
-# The names that processors have for products of bfloat16.
-BFLOAT16 = ("amx_bf16", "avx512_bf16")
-# The layout is for so many rows; it costs other numbers of rows nothing (torch 2.13, AMX: 1 to 2048).
-ROWS = 16
-# A product that takes this many times as long as in float32 runs a reference kernel, whatever the noise of the clock.
+# The instruction sets with bfloat16 products, named as in torch.
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+# The number of rows that the weight layout is made for. Other numbers (1 to 2048) are as fast with torch 2.13 and AMX.
+LAYOUT_ROWS = 16
+# A product that is this many times slower than in float32 runs a reference kernel. Noise is smaller.
 SLOW_KERNEL = 2.0
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
 
 
 class Bfloat16Weight:
-    """A weight W [out, in] in bfloat16, which has float32's range: large inputs are no harm to the others.
+    """A packed bfloat16 weight W [out, in].
+
+    bfloat16 has the range of float32, so that large inputs do not affect the precision of the others.
 
     Args:
-        weight: in bfloat16 [out, in].
+        weight: The weight, bfloat16 [out, in].
     """
 
     dtype = torch.bfloat16
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._packed = _pack(weight.contiguous(), ROWS)
+        self._packed = _pack(weight.contiguous(), LAYOUT_ROWS)
         self._out_features = len(weight)
 
     @classmethod
-    def rounded(cls, weight: torch.Tensor) -> "Bfloat16Weight":
-        """Return the nearest to a weight of float32 [out, in]."""
+    def from_float32(cls, weight: torch.Tensor) -> "Bfloat16Weight":
+        """Return the bfloat16 weight that is nearest to a float32 weight [out, in]."""
         return cls(weight.to(torch.bfloat16))
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return W x + b [..., out] for states x [..., in] of two dimensions or more, float32."""
+        """Return W x + b [..., out] for float32 inputs x [..., in] with at least two dimensions."""
         if not states.numel():
             return states.new_empty(*states.shape[:-1], self._out_features)
-        made: torch.Tensor = _linear(states.to(torch.bfloat16), self._packed, None, "none", [], "").float()
-        return made if bias is None else made.add_(bias)
+        output: torch.Tensor = _linear(states.to(torch.bfloat16), self._packed, None, "none", [], "").float()
+        return output if bias is None else output.add_(bias)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the arguments that it was made of."""
+        """Return the constructor arguments that make the same weight."""
         return {"weight": self._packed.to_dense()}
 
-    def whole(self) -> torch.Tensor:
+    def to_float32(self) -> torch.Tensor:
         """Return W in float32 [out, in]."""
         return self.tensors()["weight"].float()
 
@@ -182,63 +199,73 @@ class Bfloat16Weight:
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 def has_bfloat16() -> bool:
-    """Say whether this processor multiplies numbers of bfloat16, and torch's oneDNN makes use of it."""
-    if _linear is None or _pack is None or not torch.backends.mkldnn.is_available() or not processor_has(*BFLOAT16):
+    """Return whether this processor has bfloat16 products, and the oneDNN operators of torch use them correctly."""
+    if (
+        _linear is None
+        or _pack is None
+        or not torch.backends.mkldnn.is_available()
+        or not processor_has(*BFLOAT16_INSTRUCTIONS)
+    ):
         return False
-    # What torch calls by these names promises nothing: it must be the product.
+    # The operators are private in torch, so that their result must be checked.
     numbers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)
     try:
-        weight = Bfloat16Weight.rounded(numbers)
-        made, kept = weight.product(numbers, None), weight.whole()
+        weight = Bfloat16Weight.from_float32(numbers)
+        product, unpacked = weight.product(numbers, None), weight.to_float32()
     except (RuntimeError, TypeError):
         return False
-    return torch.equal(made, numbers @ numbers.t()) and torch.equal(kept, numbers)
+    return torch.equal(product, numbers @ numbers.t()) and torch.equal(unpacked, numbers)
 
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def has_fast_bfloat16() -> bool:
-    """Return whether a product in bfloat16 is correct here and does not run a slow reference kernel."""
+    """Return whether bfloat16 products are correct on this processor and do not run a slow reference kernel."""
     if not has_bfloat16():
         return False
     states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
-    packed = Bfloat16Weight.rounded(weight)
+    packed = Bfloat16Weight.from_float32(weight)
     float32, bfloat16 = least_seconds(
         lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
     )
     return bfloat16 < SLOW_KERNEL * float32
 
 
-# The maps that there are, by numbers that none had before.
+# All packed layers of the process by a unique number, with which a compiled graph refers to a layer.
 _linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-def _registered(linear: "PackedLinear") -> torch.Tensor:
-    """Return its number: a tensor, so that one graph serves all maps of a shape, as those of a decoder's layers."""
+def _register(linear: "PackedLinear") -> torch.Tensor:
+    """Register a layer and return its number.
+
+    The number is a tensor, so that layers of the same shape share a compiled graph.
+    """
     key = next(_keys)
     _linears[key] = linear
     return torch.tensor(key, device="cpu")
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array. bfloat16 becomes int16, because NumPy does not have it."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _from_array(array: np.ndarray) -> torch.Tensor:
+    """Return the tensor of `_to_array`."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 class PackedLinear(nn.Module):
-    """y = W x + b with a packed W [out, in]; inputs are rounded at each call.
+    """A linear layer y = W x + b with a packed W [out, in], which rounds its inputs in each call.
 
-    It has no parameters and computes no gradients. It computes in float32 and puts out the type of its inputs or,
-    under autocast, that of autocast, as `nn.Linear` does.
+    The layer has no parameters and computes no gradients. Like that of `nn.Linear`, its output has the dtype of its
+    inputs, or that of autocast.
 
     Args:
-        linear: the map of float32 that it stands for.
+        linear: The float32 layer to replace.
     """
 
     kind: ClassVar[type[Int8Weight] | type[Bfloat16Weight]]
@@ -247,68 +274,69 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
-        self._weight = self.kind.rounded(linear.weight.detach())
-        self._key = _registered(self)
+        self._weight = self.kind.from_float32(linear.weight.detach())
+        self._key = _register(self)
         self.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Map [..., in] to [..., out].
+        """Return y [..., out] for inputs x [..., in].
 
         Raises:
-            RuntimeError: for inputs that record gradients, or that are not on a CPU, and in `torch.export`.
+            RuntimeError: If the inputs record gradients or are not on a CPU, or in `torch.export`.
         """
         if states.requires_grad or not states.is_cpu:
             raise RuntimeError(
-                f"{self} computes on a CPU and without gradients; its inputs "
-                + ("record gradients." if states.is_cpu else f"are on {states.device}.")
+                f"The inputs of {self} must be on a CPU and without gradients, but they "
+                + ("record gradients. Use `torch.no_grad()`." if states.is_cpu else f"are on {states.device}.")
             )
         if states.dtype == torch.float32 and states.dim() >= 2:
-            made = self._product(states)
+            output = self._product(states)
         else:
-            made = self._product(states.float().reshape(-1, self.in_features))
-            made = made.view(*states.shape[:-1], self.out_features).to(states.dtype)
-        return made.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else made
+            output = self._product(states.float().reshape(-1, self.in_features))
+            output = output.view(*states.shape[:-1], self.out_features).to(states.dtype)
+        return output.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else output
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
+        """Return y in float32, with a custom operator if the call is compiled."""
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
         if torch.compiler.is_exporting():
-            raise RuntimeError(f"{self} is not exported, for its packed weight lives in this process alone.")
+            raise RuntimeError(f"{self} cannot be exported, because its packed weight exists only in this process.")
         product: torch.Tensor = torch.ops.hf_attn_variants.packed_linear(states, self._key, self.out_features)
         return product
 
-    # Methods, as of torch's own quantized modules: what reads a float weight of a map (T5 asks for its dtype) must not
-    # take these for one.
+    # `weight` and `bias` are methods, as in the quantized modules of torch, so that code that reads the attributes of
+    # an `nn.Linear` (T5 reads the dtype of the weight) does not take them for tensors.
     def weight(self) -> torch.Tensor:
-        """Return W [out, in] in float32, as it is computed with."""
-        return self._weight.whole()
+        """Return the rounded W [out, in] in float32."""
+        return self._weight.to_float32()
 
     def bias(self) -> torch.Tensor | None:
         """Return b [out]."""
         return self._bias
 
     def num_numbers(self) -> int:
-        """Return how many numbers W and b have."""
+        """Return the number of elements of W and b."""
         return self.out_features * (self.in_features + (self._bias is not None))
 
     def num_bytes(self) -> int:
-        """Return the memory of W, packed once, its scales and b."""
-        return sum(each.numel() * each.element_size() for each in self._tensors().values())
+        """Return the bytes of W, its scales and b. W is counted once, even if several paths have packed it."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     def extra_repr(self) -> str:
-        """Return what stands in the brackets of its description."""
+        """Return the sizes and the dtype for the representation of the layer."""
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self._dtype_name()}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle packs again, for its own processor. The numbers are arrays, because torch's
-        # multiprocessing sends a tensor as a file descriptor, and these tensors would be gone before it is opened.
+        # A copy packs the weight again, because its processor may differ. The numbers are arrays, because torch
+        # multiprocessing sends tensors as file descriptors, and these tensors would be freed before they are opened.
         arrays = {name: _to_array(tensor) for name, tensor in self._weight.tensors().items()}
         return {name: value for name, value in vars(self).items() if name != "_key"} | {"_weight": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._weight = self.kind(**{name: _from_array(array) for name, array in state["_weight"].items()})
-        self._key = _registered(self)
+        self._key = _register(self)
 
     def _dtype_name(self) -> str:
         return str(self.kind.dtype).removeprefix("torch.")
@@ -329,56 +357,57 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        shapes = {name: tuple(each.shape) for name, each in self._tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
-        given = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
-        found = {name: tuple(each.shape) for name, each in given.items()}
-        own = self.kind.dtype
-        if (dtype := getattr(given.get("weight"), "dtype", own)) != own:
+        tensors = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
+        loaded_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if (dtype := getattr(tensors.get("weight"), "dtype", self.kind.dtype)) != self.kind.dtype:
             error_msgs.append(
-                f"{prefix}weight is {dtype}, and the model's is {self._dtype_name()}: load before `quantize`."
+                f"`{prefix}weight` must be {self._dtype_name()}, got {dtype}. Load float32 weights before `quantize`."
             )
-        elif found.keys() == shapes.keys() and found != shapes:
-            error_msgs.append(f"{prefix}: the model has {shapes}, what is loaded {found}.")
-        elif found == shapes:
-            if "bias" in given:
-                self._bias = given.pop("bias").detach().clone()
-            self._weight = self.kind(**given)
+        elif loaded_shapes.keys() == shapes.keys() and loaded_shapes != shapes:
+            error_msgs.append(f"The tensors of `{prefix}` must have the shapes {shapes}, got {loaded_shapes}.")
+        elif loaded_shapes == shapes:
+            if "bias" in tensors:
+                self._bias = tensors.pop("bias").detach().clone()
+            self._weight = self.kind(**tensors)
 
 
 def _compute(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Compute the custom operator: the product of a registered layer."""
     linear = _linears[int(key)]
     return linear._weight.product(states, linear._bias)
 
 
-def _shape_of(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+def _fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Return an empty output of the custom operator, from which a compiler reads the shape."""
     return states.new_empty(*states.shape[:-1], out_features)
 
 
-# A graph has no place for a packed weight: it holds one operator a map, and the map's number.
+# A compiled graph cannot contain a packed weight. It contains this operator with the number of the layer.
 _library = torch.library.Library("hf_attn_variants", "FRAGMENT")
 _library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _compute, "CPU")
-torch.library.register_fake("hf_attn_variants::packed_linear", _shape_of, lib=_library)
+torch.library.register_fake("hf_attn_variants::packed_linear", _fake_output, lib=_library)
 
 
 class Int8Linear(PackedLinear):
-    """A map in int8, with a scale for each row of W (`int8_weight.py`)."""
+    """A linear layer with an int8 weight and one scale per row (`int8_weight.py`)."""
 
     kind = Int8Weight
 
 
 class Bfloat16Linear(PackedLinear):
-    """A map in bfloat16 (`bfloat16_weight.py`)."""
+    """A linear layer with a bfloat16 weight (`Bfloat16Weight`)."""
 
     kind = Bfloat16Weight
 
 
 @contextmanager
-def recorded_reads() -> Iterator[list[PackedLinear]]:
-    """Record the packed layers whose `weight` or `bias` is read inside the block, in the order of the reads.
+def record_weight_reads() -> Iterator[list[PackedLinear]]:
+    """Record the packed layers whose `weight` or `bias` is read inside a `with` block, in the order of the reads.
 
-    Code that reads the weight of a layer instead of calling the layer fails on a packed one, where `weight` is a
+    Code that reads the weight of a layer instead of calling the layer fails for a packed layer, whose `weight` is a
     method. The last read before the failure is the cause.
     """
     reads: list[PackedLinear] = []

@@ -1,4 +1,4 @@
-"""`quantize`: a live model with int8 linear maps, or in bfloat16, for a CPU."""
+"""`quantize`: convert a loaded model to int8 linear layers, or to bfloat16, for a CPU."""
 
 import functools
 import logging
@@ -17,16 +17,16 @@ from ..instance_attributes import InstanceMethod
 from .bfloat16 import TIMED_ROWS, make_bfloat16
 from .int8_weight import check_engine, current_plan, least_seconds
 from .packed_linear import (
-    LEAST_WEIGHTS,
-    MOST_ERROR,
+    MAX_ERROR,
+    MIN_WEIGHTS,
     Bfloat16Linear,
     Int8Linear,
     PackedLinear,
     has_fast_bfloat16,
-    is_named,
     large_linears,
     make_example_inputs,
-    recorded_reads,
+    matches_name,
+    record_weight_reads,
     rounding_errors,
 )
 
@@ -34,46 +34,46 @@ __all__ = ["quantize"]
 
 logger = logging.getLogger(f"transformers.{__name__}")
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
-DTYPES = ("int8", "bfloat16")
-# A step of few rows may take a little longer in int8 where a text takes half of the time.
+QUANTIZED_DTYPES = ("int8", "bfloat16")
+# A warning is logged above this ratio of times. A decoding step may be a little slower in int8 if texts are faster.
 MUCH_SLOWER = 1.5
-# Where the classes of maps that a quantiser has made come from.
-QUANTISERS = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
+# The prefixes of the modules that define the linear layers of quantization libraries.
+QUANTIZATION_LIBRARIES = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
 
 
-def quantize(model: Model, dtype: str | torch.dtype = "int8", example_inputs: dict[str, Any] | None = None) -> Model:
-    """Give the linear layers of a loaded model int8 weights, or turn the whole model into bfloat16, for a CPU.
+def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: dict[str, Any] | None = None) -> ModelT:
+    """Quantize the linear layers of a loaded model to int8, or convert the whole model to bfloat16, for a CPU.
 
     The model is changed in place and cannot be changed back; `copy.deepcopy(model)` keeps the float32 model. It may be
     a variant of this package or any model of Transformers. Call `share_memory` before `quantize` if you use both.
 
     With int8, each weight has one scale per row, and each token of the inputs is rounded by its own largest number
     when the layer is called. The model runs once on a small batch before it is changed. Layers whose inputs have
-    outliers become bfloat16 if the processor multiplies that, and stay in float32 otherwise. Embeddings, norms,
+    outliers become bfloat16 if the processor has fast bfloat16, and stay in float32 otherwise. Embeddings, norms,
     convolutions, relative positions and small layers stay in float32, and so do layers whose weight the model's code
     reads instead of calling the layer. The model cannot be trained afterwards.
 
     Args:
-        model: a float32 model in evaluation mode on a CPU.
+        model: A float32 model in evaluation mode on a CPU.
         dtype: "int8" or "bfloat16".
-        example_inputs: keyword arguments for one call of the model, with real data if possible. By default, a random
-            batch is made from the configuration.
+        example_inputs: The keyword arguments of one call of the model, with real data if possible. By default, a
+            random batch is used.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if the model cannot be quantized. The model is unchanged then.
+        ValueError: If the model cannot be quantized. The model is unchanged then.
 
     Example:
         >>> model = AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2").eval()
         >>> quantize(model)
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f'`dtype` must be "int8" or "bfloat16"; got {dtype!r}.')
+    if name not in QUANTIZED_DTYPES:
+        raise ValueError(f'`dtype` must be "int8" or "bfloat16", got {dtype!r}.')
     _check_kind(model)
     _check_state(model)
     if name == "bfloat16":
@@ -82,103 +82,124 @@ def quantize(model: Model, dtype: str | torch.dtype = "int8", example_inputs: di
     check_engine()
     linears = large_linears(model)
     _check_linears(model, linears)
-    inputs, errors = _measured(model, linears, example_inputs)
-    made = _packed(model, linears, errors)
-    _replace(model, linears, made)
+    inputs, errors = _measure_errors(model, linears, example_inputs)
+    packed_layers = _pack_linears(model, linears, errors)
+    _replace_linears(model, linears, packed_layers)
     if inputs is not None:
-        _leave_read_linears(model, linears, made, inputs)
-    _report(model, linears, made)
+        _restore_read_linears(model, linears, packed_layers, inputs)
+    _report(model, linears, packed_layers)
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # By the first, upstream refuses to train it. A push would make a repository before it saves.
+            # `Trainer` does not train a model with `is_quantized`. `push_to_hub` would create a repository and then
+            # fail to save.
             vars(module).update(is_quantized=True)
-            vars(module).update({name: partial(_refuse, name) for name in ("save_pretrained", "push_to_hub")})
-            for name, function in METHODS.items():
+            vars(module).update(
+                {name: partial(_raise_unsupported, name) for name in ("save_pretrained", "push_to_hub")}
+            )
+            for name, function in REPLACED_METHODS.items():
                 vars(module)[name] = InstanceMethod(function, module)
             if isinstance(module.get_output_embeddings(), PackedLinear):
                 names = ("resize_token_embeddings", "tie_weights")
-                vars(module).update({name: partial(_refuse, name) for name in names})
+                vars(module).update({name: partial(_raise_unsupported, name) for name in names})
     return model
 
 
-def _measured(
+def _measure_errors(
     model: PreTrainedModel, linears: dict[str, nn.Linear], example_inputs: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, dict[str, float]]:
-    """Return inputs that the model runs on, and the rounding error of each layer; None if a guess does not run."""
+    """Return the inputs for a call of the model, and the rounding error of each layer.
+
+    If a random batch does not work, the inputs are None, and layers that Transformers keeps in float32 in half
+    precision get an infinite error.
+    """
     if example_inputs is not None:
         return example_inputs, rounding_errors(model, linears, example_inputs)
     try:
         inputs = make_example_inputs(model)
         return inputs, rounding_errors(model, linears, inputs)
-    except Exception as error:  # whatever the code of a model raises for inputs that it was not made for
+    except Exception as error:  # a model may raise any error for unsuitable inputs
         logger.warning(
-            "`quantize` could not run this %s on a random batch (%s: %s), so it has not measured which layers int8 "
-            "suits. Pass `example_inputs`, the keyword arguments of one call.",
+            "`quantize` could not run %s on a random batch (%s: %s), so that it cannot measure the error of each "
+            "layer. Pass `example_inputs`, the keyword arguments of one call.",
             type(model).__name__,
             type(error).__name__,
             error,
         )
-    named = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return None, {path: math.inf for path in linears if is_named(path, named)}
+    float32_names = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return None, {path: math.inf for path in linears if matches_name(path, float32_names)}
 
 
-def _packed(
+def _pack_linears(
     model: PreTrainedModel, linears: dict[str, nn.Linear], errors: dict[str, float]
 ) -> dict[int, PackedLinear]:
-    """Return the packed layer of each linear layer that gets one, by the id of the linear layer."""
-    float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    made: dict[int, PackedLinear] = {}
+    """Return {id of the linear layer: packed layer} for the layers that are replaced."""
+    float32_names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    packed_layers: dict[int, PackedLinear] = {}
     for path, linear in linears.items():
-        if id(linear) in made or is_named(path, float32):
+        if id(linear) in packed_layers or matches_name(path, float32_names):
             continue
-        if errors.get(path, 0.0) <= MOST_ERROR:
-            made[id(linear)] = Int8Linear(linear)
+        if errors.get(path, 0.0) <= MAX_ERROR:
+            packed_layers[id(linear)] = Int8Linear(linear)
         elif has_fast_bfloat16():
-            made[id(linear)] = Bfloat16Linear(linear)
-    return made
+            packed_layers[id(linear)] = Bfloat16Linear(linear)
+    return packed_layers
 
 
-def _replace(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear]) -> None:
-    """Put the packed layers in their places, and the linear layers that have none in theirs."""
+def _replace_linears(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
+) -> None:
+    """Replace each linear layer by its packed layer, and restore the linear layers that do not have one."""
     for path, linear in linears.items():
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, made.get(id(linear), linear))
+        setattr(model.get_submodule(parent), child, packed_layers.get(id(linear), linear))
 
 
-def _leave_read_linears(
-    model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear], inputs: dict[str, Any]
+def _restore_read_linears(
+    model: PreTrainedModel,
+    linears: dict[str, nn.Linear],
+    packed_layers: dict[int, PackedLinear],
+    inputs: dict[str, Any],
 ) -> None:
-    """Run the model, and take back the packed layers whose weight its code reads.
+    """Run the model, and restore the linear layers whose weight its code reads instead of calling the layer.
+
+    Args:
+        model: The model with packed layers.
+        linears: The linear layers by path.
+        packed_layers: The packed layers. The entries of the restored layers are removed.
+        inputs: The keyword arguments of a call.
 
     Raises:
-        ValueError: if the model fails for another reason. The model is unchanged then.
+        ValueError: If the model fails for another reason. The model is unchanged then.
     """
     while True:
-        with recorded_reads() as reads, torch.no_grad():
+        with record_weight_reads() as reads, torch.no_grad():
             try:
                 model(**inputs)
                 return
-            except Exception as error:  # whatever reading the weight of a packed layer leads to
+            except Exception as error:  # reading the weight of a packed layer may raise any error
                 cause = reads[-1] if reads else None
-                places = {
-                    re.sub(r"\d+", "", path) for path, linear in linears.items() if made.get(id(linear)) is cause
+                # The layers at the same path in other blocks are restored too.
+                patterns = {
+                    re.sub(r"\d+", "", path)
+                    for path, linear in linears.items()
+                    if packed_layers.get(id(linear)) is cause
                 }
-                if cause is None or not places:
-                    made.clear()
-                    _replace(model, linears, made)
+                if cause is None or not patterns:
+                    packed_layers.clear()
+                    _replace_linears(model, linears, packed_layers)
                     raise ValueError(
-                        f"This {type(model).__name__} does not run with int8 layers: {error}. The model is unchanged."
+                        f"{type(model).__name__} does not run with int8 layers: {error}. The model is unchanged."
                     ) from error
         for path, linear in linears.items():
-            if re.sub(r"\d+", "", path) in places:
-                made.pop(id(linear), None)
-        _replace(model, linears, made)
+            if re.sub(r"\d+", "", path) in patterns:
+                packed_layers.pop(id(linear), None)
+        _replace_linears(model, linears, packed_layers)
 
 
-def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[int, PackedLinear]) -> None:
-    """Log what was done, and warn if an int8 layer is slower than a float32 one on this processor."""
-    kinds = Counter(type(packed).__name__ for packed in made.values())
+def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]) -> None:
+    """Log the numbers of quantized layers, and warn if int8 is slower than float32 on this processor."""
+    kinds = Counter(type(packed).__name__ for packed in packed_layers.values())
     logger.info(
         "Quantized %d linear layers to int8 (inputs of %d bits, multiplied by %s) and %d to bfloat16; %d stay in "
         "float32.",
@@ -186,9 +207,13 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[in
         current_plan().bits,
         current_plan(),
         kinds["Bfloat16Linear"],
-        len({id(linear) for linear in linears.values()}) - len(made),
+        len({id(linear) for linear in linears.values()}) - len(packed_layers),
     )
-    pairs = [(linear, made[id(linear)]) for linear in linears.values() if isinstance(made.get(id(linear)), Int8Linear)]
+    pairs = [
+        (linear, packed_layers[id(linear)])
+        for linear in linears.values()
+        if isinstance(packed_layers.get(id(linear)), Int8Linear)
+    ]
     if not pairs:
         return
     common = Counter(linear.weight.shape for linear, _ in pairs).most_common(1)[0][0]
@@ -210,60 +235,63 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], made: dict[in
         )
 
 
-def _refuse(method: str, *args: Any, **kwargs: Any) -> None:
+def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
+    """Raise `ValueError` instead of running a method of the model that needs float32 weights."""
     raise ValueError(
         f"`{method}` needs the float32 model, because the weights of this one are packed as int8. Call it before "
         "`quantize`, or load the model again. (`state_dict()` holds the int8 weights.)"
     )
 
 
-def _packed_maps(module: PreTrainedModel) -> list[PackedLinear]:
-    return [each for each in module.modules() if isinstance(each, PackedLinear)]
+def _packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
+    """Return the packed layers of a model."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Count as upstream does, with the packed maps, none of which is trainable."""
-    packed = [] if only_trainable else _packed_maps(module)
+    """Return the number of parameters, with the elements of the packed layers, which are not trainable."""
+    packed = [] if only_trainable else _packed_linears(module)
     return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
-        each.num_numbers() for each in packed
+        linear.num_numbers() for linear in packed
     )
 
 
 def _memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
-    """Return the bytes that upstream counts, with the packed maps."""
-    packed = sum(each.num_bytes() for each in _packed_maps(module))
+    """Return the bytes of the model, with its packed layers."""
+    packed = sum(linear.num_bytes() for linear in _packed_linears(module))
     return int(type(module).get_memory_footprint(module, return_buffers)) + packed
 
 
-def _apply_unless_it_casts(
+def _apply_without_cast(
     module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Do what `to`, `bfloat16` and the like call for each tensor, unless it makes another type or leaves the CPU.
+    """Apply a function to each tensor (`to` and `bfloat16` call this), unless it changes the dtype or the device.
 
     Raises:
-        ValueError: if it does, before any tensor is changed.
+        ValueError: If it does. No tensor is changed then.
     """
-    made = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
-    if made.dtype != torch.float32 or made.device.type != "cpu":
+    result = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
+    if result.dtype != torch.float32 or result.device.type != "cpu":
         raise ValueError(
-            f"This {type(module).__name__} has int8 maps, which compute on a CPU beside float32; asked for "
-            f"{made.dtype} on {made.device}. Load the model again for that."
+            f"{type(module).__name__} has int8 layers, so that it must stay float32 on a CPU, got {result.dtype} on "
+            f"{result.device}. Load the model again to convert it."
         )
     return type(module)._apply(module, fn, *args, **kwargs)
 
 
-# What a quantized model does otherwise than its class.
-METHODS: dict[str, Callable[..., Any]] = {
-    "_apply": _apply_unless_it_casts,
+# The methods that are replaced in a quantized model.
+REPLACED_METHODS: dict[str, Callable[..., Any]] = {
+    "_apply": _apply_without_cast,
     "num_parameters": _num_parameters,
     "get_memory_footprint": _memory_footprint,
 }
 
 
 def _check_kind(model: Any) -> None:
+    """Raise `ValueError` if an object is not a Transformers model or is compiled."""
     if isinstance(model, PreTrainedModel):
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            raise ValueError(f"This {type(model).__name__} is compiled: quantize first and compile then.")
+            raise ValueError(f"{type(model).__name__} is compiled. Call `quantize` before you compile the model.")
         return
     raise ValueError(
         f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
@@ -272,50 +300,52 @@ def _check_kind(model: Any) -> None:
 
 
 def _check_state(model: PreTrainedModel) -> None:
-    """Check the mode of a model and its numbers.
+    """Check that a model is in evaluation mode, float32 and on a CPU, and not quantized.
 
     Raises:
-        ValueError: with what it has and what is asked.
+        ValueError: If it is not.
     """
     name = type(model).__name__
     if getattr(model, "is_quantized", False) or _is_quantized(model):
-        raise ValueError(f"This {name} is quantized already.")
+        raise ValueError(f"{name} is already quantized. Load the model again to quantize it differently.")
     if any(module.training for module in model.modules()):
-        raise ValueError(f"This {name} is in training mode: call `model.eval()` before.")
+        raise ValueError(f"{name} must not be in training mode. Call `model.eval()` first.")
     for path, numbers in (*model.named_parameters(), *model.named_buffers()):
         is_float32 = not numbers.is_floating_point() or numbers.dtype == torch.float32
         if numbers.device.type != "cpu" or not is_float32:
             raise ValueError(
-                f"`{path}` of this {name} must be float32 on a CPU, got {numbers.dtype} on {numbers.device}. On a GPU "
-                "use `model.to(torch.bfloat16)` instead."
+                f"`{path}` of {name} must be float32 on a CPU, got {numbers.dtype} on {numbers.device}. On a GPU, use "
+                "`model.to(torch.bfloat16)` instead."
             )
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a quantization library, or this package, has changed a module or a parameter."""
-    modules = any(isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTISERS) for m in model.modules())
+    """Return whether a quantization library or this package has replaced a module or a parameter."""
+    modules = any(
+        isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTIZATION_LIBRARIES) for m in model.modules()
+    )
     return modules or any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
 def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
-    """Check that there are linear layers to quantize, and that each is no more than its weight and bias.
+    """Check that there are linear layers to quantize, and that they are ordinary layers with finite weights.
 
     Raises:
-        ValueError: if not.
+        ValueError: If they are not.
     """
     for path, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
-            raise ValueError(f"`{path}` is a {type(module).__name__} of peft: merge the adapter before.")
+            raise ValueError(f"`{path}` is a {type(module).__name__} of peft. Call `merge_and_unload()` first.")
     if not linears:
         raise ValueError(
-            f"This {type(model).__name__} has no linear layer of {LEAST_WEIGHTS} weights or more, and smaller "
-            "ones gain nothing in int8."
+            f"{type(model).__name__} has no linear layer with at least {MIN_WEIGHTS} weights. Smaller layers do not "
+            "benefit from int8."
         )
     for path, linear in linears.items():
         if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
             raise ValueError(
-                f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be "
-                "lost: take it off before."
+                f"`{path}` has a hook or a replaced `forward` (of the offloading of accelerate, for example), which "
+                "would be lost. Remove it first."
             )
         if not linear.weight.isfinite().all():
-            raise ValueError(f"`{path}.weight` has numbers that are not finite.")
+            raise ValueError(f"`{path}.weight` must be finite. Check the checkpoint.")

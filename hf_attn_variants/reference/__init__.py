@@ -1,7 +1,7 @@
-"""The attention formulas of the papers, one function each: the executable specification of the fast kernels.
+"""The attention formulas of the papers as plain torch functions: the executable specification of the models.
 
-Each file holds one group of mechanisms, in plain torch and in the dtype of the inputs (compare in float64). The
-formulas share no code with the models. Names and einsum strings use the letters of the papers:
+Each module has one group of mechanisms. The functions compute in the dtype of their inputs (compare in float64), and
+they share no code with the models. Names and einsum strings use the letters of the papers:
 
     b  batch           h  (softmax) heads              k  size of a query and key vector   X    input of the queries
     n  query length    i  query and key heads, h_k     v  size of a value vector           M    input of keys, values
@@ -10,6 +10,7 @@ formulas share no code with the models. Names and einsum strings use the letters
 
 Weights have the layout of arXiv 1911.02150: P_q and P_k [h, d, k], P_v and P_o [h, d, v].
 `scale` multiplies the logits: 1 by default, because the papers fold 1 / sqrt(k) into P_q.
-`mask` is added to the logits and broadcasts to [b, h, n, m]; a position bias may be part of it.
-`padding` [b, m] is True for a token. Other keys are not read, and a query that reads no key gets zeros.
+`mask` is added to the logits and is broadcast to [b, h, n, m]. It may include a position bias.
+`padding` [b, m] is True for a token and False for padding. Queries do not attend to padding. The output of a query
+that attends to no key is 0.
 """

@@ -1,34 +1,40 @@
 """Multi-head, multi-query, grouped-query and latent attention (arXiv 1911.02150, 2305.13245, 2405.04434).
 
-    attention                      X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
+    attention of all queries       X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
     attention of one query         x [d], M [m, d] -> y [d]
-    one step of a decoder          x [b, d], prev_K [b, h, m, k], prev_V [b, h, m, v] -> y [b, d], and K and V with
-                                   m + 1 positions; m = 0 in the first step
+    one decoding step              x [b, d], prev_K [b, h, m, k], prev_V [b, h, m, v] -> y [b, d], and K and V with
+                                   m + 1 positions (m = 0 in the first step)
     parameters                     P_q and P_k [h, d, k], P_v and P_o [h, d, v]
 
-Shared keys and values have G heads instead of h, and no axis of heads in multi-query attention.
+Grouped keys and values have G heads instead of h. Multi-query keys and values have no heads axis.
 """
 
 import torch
 from torch import Tensor, cat, einsum
 
-Maybe = Tensor | None  # None: the formula without this term
+Maybe = Tensor | None  # None omits the term from the formula
 
 
 def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
-    """Softmax over the last axis of logits plus biases and masks, also for rows in which every key is masked.
+    """Return the softmax over the last axis of logits plus biases and masks.
 
-    A row of -inf gives zeros (and zero gradients), as in `scaled_dot_product_attention`; `torch.softmax` gives NaN. A
+    A row of -inf gives zeros and zero gradients, as `scaled_dot_product_attention` does (`torch.softmax` gives NaN). A
     row to which `torch.finfo(dtype).min` was added gives 1 / m, because the sum rounds every logit to that number.
 
+    Args:
+        logits: The logits [..., n, m].
+        terms: The additive biases and masks, which are broadcast to the shape of the logits.
+
     Raises:
-        ValueError: if a term is a boolean mask.
+        ValueError: If a term is a boolean mask.
     """
     for term in terms:
         if term is not None:
             if term.dtype == torch.bool:
-                raise ValueError("A bias or mask must hold numbers (0 and -inf), got a boolean tensor.")
-            logits = logits + term.expand(logits.shape)  # expand: a bias may not enlarge the logits
+                raise ValueError(
+                    "A bias or mask must be additive (0 and -inf), got a boolean tensor. Convert it to numbers."
+                )
+            logits = logits + term.expand(logits.shape)  # `expand` raises an error if a bias has a larger shape
     top = logits.detach().amax(-1, keepdim=True)
     E = (logits - top.masked_fill(top == -torch.inf, 0)).exp()  # -inf - -inf would be NaN
     total = E.sum(-1, keepdim=True)
@@ -36,7 +42,7 @@ def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
 
 
 def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) -> Tensor:
-    """Attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
+    """Return the attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
     weights = masked_softmax(scale * einsum("k,mk->m", q, K))
     return einsum("m,mv->v", weights, V)
 
@@ -44,7 +50,7 @@ def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) 
 def multihead_attention_one_query(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Multi-head attention of one query (1911.02150, 2.2)."""
+    """Return the multi-head attention of one query (1911.02150, 2.2)."""
     q = einsum("d,hdk->hk", x, P_q)
     K = einsum("md,hdk->hmk", M, P_k)
     V = einsum("md,hdv->hmv", M, P_v)
@@ -56,7 +62,7 @@ def multihead_attention_one_query(
 def multihead_attention_sum(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Multi-head attention of one query as a sum over heads, each projected by its own P_o[h] (2003.02436, 3)."""
+    """Return the multi-head attention of one query as a sum over heads with projections P_o[h] (2003.02436, 3)."""
     y = torch.zeros_like(x)
     for p_q, p_k, p_v, p_o in zip(P_q, P_k, P_v, P_o, strict=True):
         y = y + p_o @ dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale)
@@ -66,7 +72,7 @@ def multihead_attention_sum(
 def multihead_attention_concat(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Multi-head attention of one query with concatenated heads and one projection [h * v, d] (1706.03762, 3.2.2)."""
+    """Return the multi-head attention of one query with concatenated heads (1706.03762, 3.2.2)."""
     heads = zip(P_q, P_k, P_v, strict=True)
     o = cat([dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale) for p_q, p_k, p_v in heads])  # [h * v]
     return o @ P_o.transpose(1, 2).flatten(0, 1)  # [h, d, v] -> [h * v, d]
@@ -75,7 +81,7 @@ def multihead_attention_concat(
 def multihead_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Multi-head attention of all queries at once (1911.02150, 2.3)."""
+    """Return the multi-head attention of all queries (1911.02150, 2.3)."""
     Q = einsum("bnd,hdk->bhnk", X, P_q)
     K = einsum("bmd,hdk->bhmk", M, P_k)
     V = einsum("bmd,hdv->bhmv", M, P_v)
@@ -87,7 +93,7 @@ def multihead_attention(
 def multihead_attention_incremental(
     x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoding step of multi-head self-attention (1911.02150, 2.4)."""
+    """Compute one decoding step of multi-head self-attention (1911.02150, 2.4)."""
     q = einsum("bd,hdk->bhk", x, P_q)
     K = cat([prev_K, einsum("bd,hdk->bhk", x, P_k).unsqueeze(2)], dim=2)
     V = cat([prev_V, einsum("bd,hdv->bhv", x, P_v).unsqueeze(2)], dim=2)
@@ -99,7 +105,7 @@ def multihead_attention_incremental(
 def multiquery_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
+    """Return the multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
     Q = einsum("bnd,hdk->bhnk", X, P_q)
     K = einsum("bmd,dk->bmk", M, P_k)
     V = einsum("bmd,dv->bmv", M, P_v)
@@ -111,9 +117,11 @@ def multiquery_attention(
 def multiquery_attention_incremental(
     x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoding step of multi-query self-attention (1911.02150, 3): prev_K [b, m, k], prev_V [b, m, v]."""
+    """Compute one decoding step of multi-query attention (1911.02150, 3): prev_K [b, m, k], prev_V [b, m, v]."""
     q = einsum("bd,hdk->bhk", x, P_q)
-    K = cat([prev_K, einsum("bd,dk->bk", x, P_k).unsqueeze(1)], dim=1)  # the key axis: there is no heads axis here
+    K = cat(
+        [prev_K, einsum("bd,dk->bk", x, P_k).unsqueeze(1)], dim=1
+    )  # axis 1 is the axis of keys, because there is no heads axis
     V = cat([prev_V, einsum("bd,dv->bv", x, P_v).unsqueeze(1)], dim=1)
     weights = masked_softmax(scale * einsum("bhk,bmk->bhm", q, K))
     o = einsum("bhm,bmv->bhv", weights, V)
@@ -123,9 +131,9 @@ def multiquery_attention_incremental(
 def grouped_query_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
+    """Return the grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
 
-    P_k [G, d, k], P_v [G, d, v]. G = h is multi-head attention, G = 1 multi-query attention.
+    P_k [G, d, k], P_v [G, d, v]. G = h is multi-head attention, and G = 1 is multi-query attention.
     """
     K = einsum("bmd,Gdk->bGmk", M, P_k)
     V = einsum("bmd,Gdv->bGmv", M, P_v)
@@ -139,7 +147,7 @@ def grouped_query_attention(
 def grouped_query_attention_incremental(
     x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoding step of grouped-query self-attention (2305.13245, 2.2), with caches of G heads."""
+    """Compute one decoding step of grouped-query self-attention with caches of G heads (2305.13245, 2.2)."""
     K = cat([prev_K, einsum("bd,Gdk->bGk", x, P_k).unsqueeze(2)], dim=2)
     V = cat([prev_V, einsum("bd,Gdv->bGv", x, P_v).unsqueeze(2)], dim=2)
     q = _split_groups(einsum("bd,hdk->bhk", x, P_q), K.shape[1])  # [b, G, g, k]
@@ -151,7 +159,7 @@ def grouped_query_attention_incremental(
 def latent_attention(
     X: Tensor, M: Tensor, A: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None
 ) -> Tensor:
-    """Latent attention, with keys and values made from C = M A, as multi-query attention on C (2405.04434, 2.1.2).
+    """Return the latent attention, computed as multi-query attention on the latents C = M A (2405.04434, 2.1.2).
 
     A [d, r], P_k [h, r, k], P_v [h, r, v]. If A is the identity, this is slim attention (2503.05840).
     """
@@ -162,18 +170,31 @@ def latent_attention(
 
 
 def repeat_kv_heads(P: Tensor, h: int) -> Tensor:
-    """Return the multi-head weights [h, d, k] that equal shared P_k or P_v [G, d, k]: each head h / G times."""
+    """Return the multi-head weights [h, d, k] that are equivalent to grouped P_k or P_v [G, d, k].
+
+    Each head is repeated h / G times.
+    """
     return P[groups_of_heads(h, P.shape[0])]
 
 
 def groups_of_heads(heads: int, groups: int) -> list[int]:
-    """Return the key/value head that each query head reads.
+    """Return the key/value head of each query head.
+
+    Args:
+        heads: The number of query heads h.
+        groups: The number of key/value heads G.
 
     Raises:
-        ValueError: if the groups have different sizes.
+        ValueError: If h is not a multiple of G.
+
+    Example:
+        >>> groups_of_heads(4, 2)
+        [0, 0, 1, 1]
     """
     if heads % groups:
-        raise ValueError(f"The number of heads must be a multiple of the {groups} key/value heads, got {heads}.")
+        raise ValueError(
+            f"`heads` must be a multiple of the {groups} key/value heads, got {heads}. Change one of them."
+        )
     return [head * groups // heads for head in range(heads)]
 
 

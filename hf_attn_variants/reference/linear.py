@@ -1,7 +1,7 @@
 """Attention without a softmax over all keys: linear attention, LoLCATs and Linformer.
 
-The functions make all weights, or those of one query after another. So they share nothing with the sums of the models.
-r counts random vectors (for Linformer rows), F features.
+The functions compute all weights [b, h, n, m], or those of one query after another, while the models compute sums over
+keys. The letter r is the number of random vectors (of rows for Linformer), and F is the number of features.
 """
 
 import torch
@@ -11,17 +11,17 @@ from .heads import Maybe
 
 
 def elu_features(x: Tensor) -> Tensor:
-    """phi(x) = elu(x) + 1 (2006.16236, equation 7): x [..., k] -> [..., k]."""
+    """Return phi(x) = elu(x) + 1 (2006.16236, equation 7): x [..., k] -> [..., k]."""
     return torch.where(x > 0, x + 1, x.exp())
 
 
 def relu_features(x: Tensor) -> Tensor:
-    """phi(x) = max(x, 0) (cosFormer, 2202.08791, 3.2, without its weights by distance): x [..., k] -> [..., k]."""
+    """Return phi(x) = max(x, 0) (cosFormer without its distance weights, 2202.08791, 3.2): x [..., k] -> [..., k]."""
     return torch.where(x > 0, x, 0)
 
 
 def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:
-    """phi(x) = softmax([W x; -W x]), with a learned W per head (2402.04347, 4.2 and its normalized form).
+    """Return phi(x) = softmax([W x; -W x]) with a learned W per head (normalized form of 2402.04347, 4.2).
 
     x [b, h, n, k], W [h, k, r] -> [b, h, n, 2 r].
     """
@@ -31,19 +31,20 @@ def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:
 
 
 def favor_features(x: Tensor, W: Tensor, *, stabiliser: Tensor | float = 0.0) -> Tensor:
-    """phi(x) = exp(W x - |x|^2 / 2 - c) / sqrt(r), positive random features (2009.14794, lemma 1 and equation 5).
+    """Return phi(x) = exp(W x - |x|^2 / 2 - c) / sqrt(r), positive random features (2009.14794, equation 5).
 
-    x [..., k], W [r, k] of orthogonal blocks -> [..., r]. With c = 0 the mean of phi(x) phi(y) over the W is exp(x y).
-    A stabilizer c, one for each query or one for all keys of a head, does not change the weights.
+    x [..., k], W [r, k] of orthogonal blocks -> [..., r]. If c = 0, the mean of phi(x) phi(y) over W is exp(x y)
+    (lemma 1). A stabilizer c, one per query or one for all keys of a head, does not change the attention weights.
     """
     return (x @ W.T - (x * x).sum(-1, keepdim=True) / 2 - stabiliser).exp() / W.shape[0] ** 0.5
 
 
 def rfa_features(x: Tensor, W: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """phi(x) = [sin W (s x / |x|); cos W (s x / |x|)] / sqrt(r) (2103.02143, equation 4; 3.3 for norms; 3.1 for s).
+    """Return phi(x) = [sin W (s x / |x|); cos W (s x / |x|)] / sqrt(r) (2103.02143, equation 4).
 
-    x [..., k], W [r, k] standard normal, scale s [k] -> [..., 2 r]. The mean of phi(x) phi(y) over the W is
-    exp(-|s (x/|x| - y/|y|)|^2 / 2): with s = 1 exp(cos(x, y) - 1).
+    x [..., k], W [r, k] standard normal, scale s [k] -> [..., 2 r]. Section 3.3 of the paper describes the norms, and
+    section 3.1 the scale. The mean of phi(x) phi(y) over W is exp(-|s (x/|x| - y/|y|)|^2 / 2), which is
+    exp(cos(x, y) - 1) if s = 1.
     """
     y = (scale * x / (x * x).sum(-1, keepdim=True).sqrt()) @ W.T
     return cat([y.sin(), y.cos()], -1) / W.shape[0] ** 0.5
@@ -52,20 +53,20 @@ def rfa_features(x: Tensor, W: Tensor, scale: Tensor | float = 1.0) -> Tensor:
 def kernel_attention(
     phi_q: Tensor, phi_k: Tensor, V: Tensor, *, causal: bool = False, padding: Maybe = None, least_sum: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Attention with weights phi(q) phi(k) over their sum (2006.16236, equation 3).
+    """Return the attention with weights phi(q) phi(k), divided by their sum (2006.16236, equation 3).
 
     phi_q [b, h, n, F], phi_k [b, G, m, F], V [b, G, m, v] (query heads g*i .. g*i + g-1 share head i)
     -> the outputs [b, h, n, v] and the weights [b, h, n, m]. If causal, query i reads the keys up to m - n + i
-    (equation 8). least_sum: the least value of a sum (the code of 2103.02143).
+    (equation 8). The sums are clamped to at least `least_sum`, as in the code of 2103.02143.
     """
-    A = einsum("bhnf,bhmf->bhnm", phi_q, _repeated(phi_k, phi_q))
-    return _normalized(A.masked_fill(~_read(A, causal, padding), 0), V, least_sum)
+    A = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q))
+    return _normalize(A.masked_fill(~_allowed_keys(A, causal, padding), 0), V, least_sum)
 
 
 def kernel_attention_recurrent(
     phi_q: Tensor, phi_k: Tensor, V: Tensor, S: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention token by token, with a state of constant size (2006.16236, equations 18 to 20).
+    """Compute causal linear attention token by token, with a state of constant size (2006.16236, equations 18 to 20).
 
     phi_q and phi_k [b, h, n, F], V [b, h, n, v], S [b, h, F, v], z [b, h, F] -> [b, h, n, v] and the new S and z.
     """
@@ -81,52 +82,56 @@ def hybrid_attention(
     phi_q: Tensor, phi_k: Tensor, Q: Tensor, K: Tensor, V: Tensor, w: int, gamma: Tensor, *, scale: float,
     causal: bool = False, padding: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A softmax in a window, features outside, one normalizer (LoLCATs, 2410.10254, equation 6; also not causal).
+    """Return attention with a softmax in a window and features outside it (LoLCATs, 2410.10254, equation 6).
 
-    Weights are gamma exp(s_ij - c_i) in the window of query i, s_ij = scale q_i k_j and c_i the largest there, and
-    phi(q_i) phi(k_j) elsewhere, each row divided by its sum. The window of w: w / 2 on each side and the token itself;
-    if causal, the last w with the token itself. The paper's code has gamma = sigmoid of a learned number.
+    The weights of query i are gamma exp(s_ij - c_i) in its window and phi(q_i) phi(k_j) outside it, divided by the sum
+    of all of them. Here s_ij = scale q_i k_j, and c_i is the largest s_ij in the window. The window has w / 2 tokens
+    on each side of the token. A causal window has the last w tokens with the token itself. In the code of the paper,
+    gamma is the sigmoid of a learned number. The paper has only the causal form.
 
     phi_q [b, h, n, F], Q [b, h, n, k], phi_k [b, G, m, F], K [b, G, m, k], V [b, G, m, v], gamma [h]
     -> the outputs [b, h, n, v] and the weights [b, h, n, m].
     """
-    s = scale * einsum("bhnk,bhmk->bhnm", Q, _repeated(K, Q))
+    s = scale * einsum("bhnk,bhmk->bhnm", Q, _repeat_heads(K, Q))
     n, m = s.shape[2:]
     distance = torch.arange(m) - torch.arange(m - n, m)[:, None]
     window = (distance > -w) & (distance <= 0) if causal else distance.abs() <= w // 2
-    read = _read(s, causal, padding)
-    c = s.masked_fill(~(window & read), -torch.finfo(s.dtype).max).amax(-1, keepdim=True)
-    near = gamma[:, None, None] * (s - c).masked_fill(~(window & read), -torch.inf).exp()
-    far = einsum("bhnf,bhmf->bhnm", phi_q, _repeated(phi_k, phi_q)).masked_fill(window | ~read, 0)
-    return _normalized(near + far, V)
+    allowed = _allowed_keys(s, causal, padding)
+    c = s.masked_fill(~(window & allowed), -torch.finfo(s.dtype).max).amax(-1, keepdim=True)
+    near = gamma[:, None, None] * (s - c).masked_fill(~(window & allowed), -torch.inf).exp()
+    far = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q)).masked_fill(window | ~allowed, 0)
+    return _normalize(near + far, V)
 
 
 def linformer_attention(
     Q: Tensor, K: Tensor, V: Tensor, E: Tensor, *, scale: float, padding: Maybe = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(Q (E K)^T) (E V), keys and values projected along the length (2006.04768, equation 7, with F = E).
+    """Return softmax(Q (E K)^T) (E V), with keys and values projected along the length (2006.04768, equation 7).
 
-    Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the share of each value in
-    them, the softmax's weights times E [b, h, n, m]. Padding counts as zeros.
+    Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the weight of each value
+    in them [b, h, n, m] (the softmax weights times E). The projection F of the paper equals E. Padding counts as
+    zeros.
     """
     E = E.expand(Q.shape[0], -1, -1)
     E = E if padding is None else E.masked_fill(~padding[:, None], 0)
-    P = (scale * einsum("bhnk,bhrk->bhnr", Q, einsum("brm,bhmk->bhrk", E, _repeated(K, Q)))).softmax(-1)
-    return einsum("bhnr,bhrv->bhnv", P, einsum("brm,bhmv->bhrv", E, _repeated(V, Q))), einsum("bhnr,brm->bhnm", P, E)
+    P = (scale * einsum("bhnk,bhrk->bhnr", Q, einsum("brm,bhmk->bhrk", E, _repeat_heads(K, Q)))).softmax(-1)
+    projected_V = einsum("brm,bhmv->bhrv", E, _repeat_heads(V, Q))
+    return einsum("bhnr,bhrv->bhnv", P, projected_V), einsum("bhnr,brm->bhnm", P, E)
 
 
-def _repeated(T: Tensor, Q: Tensor) -> Tensor:
+def _repeat_heads(T: Tensor, Q: Tensor) -> Tensor:
     return T.repeat_interleave(Q.shape[1] // T.shape[1], dim=1)  # [b, G, ...] -> [b, h, ...]
 
 
-def _read(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
+def _allowed_keys(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
+    """Return the mask of A [b, h, n, m]: True if query i may read key j."""
     n, m = A.shape[2:]
-    read = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
-    return read if padding is None else read & padding[:, None, None]
+    allowed = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
+    return allowed if padding is None else allowed & padding[:, None, None]
 
 
-def _normalized(A: Tensor, V: Tensor, least_sum: float = -torch.inf) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the weights of unnormalized weights A [b, h, n, m]."""
+def _normalize(A: Tensor, V: Tensor, least_sum: float = -torch.inf) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the normalized weights of unnormalized weights A [b, h, n, m]."""
     total = A.sum(-1, keepdim=True).clamp_min(least_sum)
     weights = A / total.masked_fill(total == 0, 1)
-    return einsum("bhnm,bhmv->bhnv", weights, _repeated(V, A)), weights
+    return einsum("bhnm,bhmv->bhnv", weights, _repeat_heads(V, A)), weights

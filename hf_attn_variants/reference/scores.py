@@ -1,6 +1,6 @@
-"""Scores other than the dot product, and positions (arXiv 1409.0473, 1508.04025, 1706.03762).
+"""Score functions, recurrent attention and sinusoidal positions (arXiv 1409.0473, 1508.04025, 1706.03762).
 
-a is the size that the additive score sums over, s a decoder's state.
+The letter a is the size of the hidden layer of the additive score, and s is the state of a recurrent decoder.
 """
 
 import math
@@ -12,7 +12,7 @@ from .heads import Maybe, masked_softmax
 
 
 def additive_scores(Q: Tensor, K: Tensor, W: Tensor, U: Tensor, v: Tensor) -> Tensor:
-    """v^T tanh(W q + U k) of every query and key (1409.0473, A.1.2).
+    """Return v^T tanh(W q + U k) for every query and key (1409.0473, A.1.2).
 
     Q [b, n, k], K [b, m, k], W and U [a, k], v [a] -> [b, n, m].
     """
@@ -22,7 +22,7 @@ def additive_scores(Q: Tensor, K: Tensor, W: Tensor, U: Tensor, v: Tensor) -> Te
 def additive_attention(
     Q: Tensor, K: Tensor, V: Tensor, W: Tensor, U: Tensor, v: Tensor, *, mask: Maybe = None
 ) -> Tensor:
-    """Attention by additive scores (1409.0473, A.1.2), with W and v per query head and U per key head.
+    """Return attention with additive scores (1409.0473, A.1.2), with W and v per query head and U per key head.
 
     Q [b, h, n, k], K and V [b, G, m, k] (query heads g*i .. g*i + g-1 share head i), W [h, k, k], U [G, k, k],
     v [h, k], mask [b, h, n, m] -> [b, h, n, k].
@@ -33,33 +33,35 @@ def additive_attention(
 
 
 def dot_scores(Q: Tensor, K: Tensor) -> Tensor:
-    """q^T k of every query and key (1508.04025, 3.1): Q [b, n, k], K [b, m, k] -> [b, n, m]."""
+    """Return q^T k for every query and key (1508.04025, 3.1): Q [b, n, k], K [b, m, k] -> [b, n, m]."""
     return einsum("bnk,bmk->bnm", Q, K)
 
 
 def general_scores(Q: Tensor, K: Tensor, W: Tensor) -> Tensor:
-    """q^T W k (1508.04025, 3.1): Q [b, n, k], K [b, m, l], W [k, l] -> [b, n, m].
+    """Return q^T W k for every query and key (1508.04025, 3.1): Q [b, n, k], K [b, m, l], W [k, l] -> [b, n, m].
 
-    It is the dot product of W^T q with k. So a Transformer's learned projection P_q is already as general.
+    This is the dot product of W^T q with k. Therefore the learned projection P_q of a Transformer is equally general.
     """
     return einsum("bnk,kl,bml->bnm", Q, W, K)
 
 
 def bahdanau_context(s: Tensor, H: Tensor, W: Tensor, U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The context of the next step, from the state before it (1409.0473, 3.1): c_t = sum_j alpha_tj h_j.
+    """Return the context of a decoding step, c_t = sum_j alpha_tj h_j (1409.0473, 3.1).
 
-    s = s_{t-1} [b, d_s] is the query, the annotations H [b, m, d_h] are keys and values; W [a, d_s], U [a, d_h],
-    v [a] -> c_t [b, d_h] and alpha_t [b, m]. The recurrent cell then makes s_t of s_{t-1}, the last word and c_t.
+    The query is the previous state s = s_{t-1} [b, d_s], and the annotations H [b, m, d_h] are keys and values. W [a,
+    d_s], U [a, d_h], v [a] -> c_t [b, d_h] and alpha_t [b, m]. The recurrent cell then computes s_t from s_{t-1}, the
+    last word and c_t.
     """
     alpha = masked_softmax(additive_scores(s.unsqueeze(1), H, W, U, v)[:, 0])
     return einsum("bm,bmd->bd", alpha, H), alpha
 
 
 def luong_output(h: Tensor, H: Tensor, W_a: Tensor, W_c: Tensor) -> tuple[Tensor, Tensor]:
-    """The attentional output of a step, from its own state (1508.04025, 3): tanh(W_c [c_t; h_t]).
+    """Return the attentional output of a decoding step, tanh(W_c [c_t; h_t]) (1508.04025, 3).
 
-    h = h_t [b, d] is the query of a general score W_a [d, d_h] (the identity: dot), H [b, m, d_h] the encoder's
-    states, W_c [d, d_h + d] -> the output [b, d] and the weights a_t [b, m].
+    The query is the current state h = h_t [b, d], W_a [d, d_h] is the matrix of a general score (the identity gives
+    the dot score), and H [b, m, d_h] are the encoder states. W_c [d, d_h + d] -> the output [b, d] and the weights a_t
+    [b, m].
     """
     weights = masked_softmax(general_scores(h.unsqueeze(1), H, W_a)[:, 0])
     c = einsum("bm,bmd->bd", weights, H)
@@ -67,13 +69,13 @@ def luong_output(h: Tensor, H: Tensor, W_a: Tensor, W_c: Tensor) -> tuple[Tensor
 
 
 def sinusoidal_positions(n: int, d: int) -> Tensor:
-    """The positions 0 .. n - 1 as sines and cosines (1706.03762, 3.5), [n, d] in float64.
+    """Return the sinusoidal encodings of the positions 0 .. n - 1, float64 [n, d] (1706.03762, 3.5).
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i / d)).
     """
     PE = torch.empty(n, d, dtype=torch.float64)
     for position in range(n):
-        for place in range(d):
-            angle = position / 10000 ** (2 * (place // 2) / d)
-            PE[position, place] = math.cos(angle) if place % 2 else math.sin(angle)
+        for column in range(d):
+            angle = position / 10000 ** (2 * (column // 2) / d)
+            PE[position, column] = math.cos(angle) if column % 2 else math.sin(angle)
     return PE

@@ -1,1 +1,1 @@
-"""What to serve a model with on this CPU: the engines that there are, timed in turn."""
+"""Comparison of the engines that can serve a model on this CPU."""

@@ -1,4 +1,4 @@
-"""Engines that can serve a model: Transformers' class, one line on it, a conversion, and CTranslate2."""
+"""Engines that can serve a model: the class of Transformers, `share_memory`, int8, conversions, and CTranslate2."""
 
 import importlib.util
 import os
@@ -6,92 +6,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
-from ..inspection.speed import HEARING, ready_to_time, timed_auto_class, upstream_model
-from ..model_properties import limits_of_the_call
+from ..inspection.speed import AUDIO_AUTO_CLASSES, ready_to_time, timed_auto_class, upstream_model
+from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
 from ..shared_memory.share import share_memory
-
-if TYPE_CHECKING:
-    import torch
+from .ctranslate2_engine import ExportedModel, token_text
 
 __all__ = [
     "CTRANSLATE2",
     "Engine",
-    "Exported",
     "Load",
-    "auto_class",
     "build_model",
-    "ctranslate2_run",
-    "engines_of",
-    "generates",
-    "model_class_of",
-    "why_not",
-    "write_folder",
+    "ctranslate2_problem",
+    "is_generative",
+    "list_engines",
+    "make_torch_call",
+    "random_inputs",
+    "served_auto_class",
+    "served_model_class",
+    "write_ctranslate2_folder",
 ]
 
-# What CTranslate2 looks for in a Whisper's vocabulary.
+CTRANSLATE2 = "CTranslate2"
+# Tokens that CTranslate2 needs in the vocabulary of a Whisper.
 TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A model that CTranslate2 can run, and what it is given.
-
-    Args:
-        folder: the model's.
-        int8: whether its weights are.
-        inputs: rows of token numbers, or the features of audio, a numpy array [b, mel bins, frames].
-        prompt: of a Whisper, the tokens that its decoder reads first; of others empty.
-    """
-
-    folder: str
-    int8: bool
-    inputs: Any
-    prompt: list[int]
-
-
-def why_not(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
-    """Return why CTranslate2 cannot serve a checkpoint with some fields changed, in a sentence; None where it can."""
-    from ..export.ctranslate2_check import check_has_form
+def ctranslate2_problem(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
+    """Return the reason why CTranslate2 cannot serve a checkpoint with some fields changed, or None if it can."""
+    from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
     try:
-        check_has_form(model_class_of(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(served_model_class(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
-        return "CTranslate2 is not installed: `pip install ctranslate2`."
+        return "CTranslate2 is not installed. Run `pip install ctranslate2`."
     return None
 
 
-def write_folder(
+def write_ctranslate2_folder(
     config: Mapping[str, Any], model: Any, inputs: "dict[str, torch.Tensor]", folder: Path, int8: bool
-) -> Exported:
-    """Write a model of this package as CTranslate2's, which never ends a text by itself.
+) -> ExportedModel:
+    """Write a model of this package in the format of CTranslate2. Its end token never ends a generation.
 
     Args:
-        config: the checkpoint's config.json.
-        model: in float32; a quantisation changes its tensors.
-        inputs: what a batch is, as torch's engines get it, without padding.
-        folder: an empty one.
-        int8: whether its weights become int8.
+        config: the config.json of the checkpoint.
+        model: the model in float32. A quantization changes its tensors.
+        inputs: a batch without padding, as for the engines of torch.
+        folder: an empty folder.
+        int8: whether to quantize the weights to int8.
 
     Raises:
-        ValueError: if nobody says with which token the decoder starts, or which ends a text.
+        ValueError: if the start token of the decoder or the end token is unknown.
     """
     from ..export.ctranslate2_check import Tokens
     from ..export.ctranslate2_specs import model_specification
 
-    vocabulary = [_text(number) for number in range(model.config.vocab_size)]
-    start, end = (_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
+    vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
+    start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
-    if hears := "input_features" in inputs:
+    if is_audio := "input_features" in inputs:
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
         vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
         prompt.append(no_times)
@@ -99,57 +81,16 @@ def write_folder(
     spec = model_specification(model, tokens, config["model_type"])
     spec.optimize(quantization="int8_float32" if int8 else "float32")
     spec.save(os.fspath(folder))
-    given = inputs["input_features"].numpy() if hears else inputs["input_ids"].tolist()
-    return Exported(os.fspath(folder), int8, given, prompt if hears else [])
+    batch = inputs["input_features"].numpy() if is_audio else inputs["input_ids"].tolist()
+    return ExportedModel(os.fspath(folder), int8, batch, prompt if is_audio else [])
 
 
-def _token(config: Mapping[str, Any], model: Any, name: str) -> int:
-    found = getattr(model.generation_config, name, None)
-    found = config.get(name) if found is None else found
-    if found is None:
-        raise ValueError(f"config.json has no `{name}`, without which nothing is generated: set it there")
-    return found[0] if isinstance(found, list) else found
-
-
-def _text(number: int) -> str:
-    return f"<{number}>"
-
-
-def ctranslate2_run(exported: Exported, num_beams: int, threads: int) -> Callable[[int], None]:
-    """Return what is timed: called with a number of new tokens. Imports no torch.
-
-    Args:
-        exported: the model and its inputs.
-        num_beams: of the search.
-        threads: of one call.
-    """
-    import ctranslate2
-
-    compute_type = "int8_float32" if exported.int8 else "float32"
-    options = {"device": "cpu", "compute_type": compute_type, "intra_threads": threads}
-    if exported.prompt:
-        whisper = ctranslate2.models.Whisper(exported.folder, **options)
-        prompts = [exported.prompt] * len(exported.inputs)
-
-        def hear(tokens: int) -> None:
-            features = ctranslate2.StorageView.from_array(exported.inputs)
-            # It writes half as many tokens as `max_length`.
-            whisper.generate(features, prompts, beam_size=num_beams, max_length=2 * tokens)
-
-        return hear
-    translator = ctranslate2.Translator(exported.folder, **options)
-    rows = [[_text(number) for number in row] for row in exported.inputs]
-
-    def translate(tokens: int) -> None:
-        limits = {"min_decoding_length": tokens, "max_decoding_length": tokens, "max_input_length": 0}
-        translator.translate_batch(rows, beam_size=num_beams, **limits)
-
-    return translate
-
-
-__all__ += ["random_inputs", "torch_run"]
-
-CTRANSLATE2 = "CTranslate2"
+def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
+    token = getattr(model.generation_config, name, None)
+    token = config.get(name) if token is None else token
+    if token is None:
+        raise ValueError(f"config.json must contain `{name}`, because the model generates text. Add it to the file.")
+    return token[0] if isinstance(token, list) else token
 
 
 @dataclass(frozen=True)
@@ -157,12 +98,12 @@ class Engine:
     """One way to serve a model.
 
     Args:
-        name: what a table calls it.
-        fields: what the converted model's configuration has otherwise; None: the checkpoint as it is.
-        shared: whether `share_memory` was called.
-        int8: whether its linear maps are int8.
-        ctranslate2: whether CTranslate2 runs it; else torch.
-        compiled: whether its steps are compiled by `torch.compile`, with a static cache.
+        name: the name in tables.
+        fields: the changed configuration fields of a converted model. None means the unchanged checkpoint.
+        shared: whether the model uses `share_memory`.
+        int8: whether the linear layers are int8.
+        ctranslate2: whether CTranslate2 runs the model instead of torch.
+        compiled: whether `torch.compile` compiles the steps, with a static cache.
     """
 
     name: str
@@ -175,13 +116,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class Load:
-    """What each engine is given.
+    """Batch that each engine serves.
 
     Args:
-        batch_size: texts, or windows of audio, at once.
-        length: tokens of each, or positions of audio.
-        max_new_tokens: tokens that are generated for each; None: a pass over the text.
-        num_beams: of the search.
+        batch_size: the number of texts, or windows of audio.
+        length: the number of tokens per text, or of positions of audio.
+        max_new_tokens: the number of tokens to generate per text. None means one forward pass of an encoder.
+        num_beams: the number of beams.
     """
 
     batch_size: int
@@ -190,96 +131,98 @@ class Load:
     num_beams: int
 
 
-def engines_of(
+def list_engines(
     config: Mapping[str, Any],
     conversions: Sequence[Mapping[str, Any]],
     has_ctranslate2: Callable[[Mapping[str, Any]], bool],
     compiles: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Engine]:
-    """Return the engines of a checkpoint, the baseline first.
+    """Return the engines for a checkpoint, the baseline first.
 
     Args:
-        config: its config.json.
-        conversions: the fields of each model that it could be converted to.
-        has_ctranslate2: says whether CTranslate2 is here and has a form for the checkpoint with some fields changed.
-        compiles: whether torch's engines of the checkpoint as it is are there compiled, too.
-        names: of those that are returned, beside the baseline; None: all.
+        config: the config.json of the checkpoint.
+        conversions: the configuration fields of each possible conversion.
+        has_ctranslate2: a function that returns whether CTranslate2 is installed and supports the checkpoint with some
+            fields changed.
+        compiles: whether to add compiled engines of torch for the unchanged checkpoint.
+        names: the names of the engines to return in addition to the baseline. None means all.
 
     Raises:
-        ValueError: if a field is unknown, a value breaks a rule, two engines share a name, or none has one of `names`.
+        ValueError: if a field is unknown or not valid, two engines have the same name, or no engine has one of
+            `names`.
     """
     current = variant_config(config)
-    is_upstreams = config["model_type"] != type(current).model_type
-    can_share = is_upstreams and generates(config)
-    own = "transformers" if is_upstreams else variant_name(current, _heads_field(config))
-    found = [Engine(own)]
+    is_upstream = config["model_type"] != type(current).model_type
+    can_share = is_upstream and is_generative(config)
+    baseline = "transformers" if is_upstream else variant_name(current, _get_heads_field(config))
+    engines = [Engine(baseline)]
     if can_share:
-        found.append(Engine("share_memory", shared=True))
-    found.append(Engine("int8" if is_upstreams else f"{own}, int8", int8=True))
+        engines.append(Engine("share_memory", shared=True))
+    engines.append(Engine("int8" if is_upstream else f"{baseline}, int8", int8=True))
     if can_share:
-        found.append(Engine("share_memory, int8", shared=True, int8=True))
+        engines.append(Engine("share_memory, int8", shared=True, int8=True))
     if compiles:
-        found += [replace(engine, name=f"{engine.name}, compiled", compiled=True) for engine in found]
+        engines += [replace(engine, name=f"{engine.name}, compiled", compiled=True) for engine in engines]
     if has_ctranslate2({}):
-        found += _ctranslate2_engines("" if is_upstreams else f"{own}, ", None)
+        engines += _list_ctranslate2_engines("" if is_upstream else f"{baseline}, ", None)
     for fields in conversions:
         converted = variant_config(config, **fields)
-        name = variant_name(converted, _heads_field(config))
-        found += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
-        # An export multiplies latents in: without them the model is timed already.
+        name = variant_name(converted, _get_heads_field(config))
+        engines += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
+        # An export multiplies latents into the weights, and the model without latents is timed already.
         if has_ctranslate2(fields) and not has_latents(converted):
-            found += _ctranslate2_engines(f"{name}, ", fields)
-    there = [engine.name for engine in found]
-    if twice := next((name for name in there if there.count(name) > 1), None):
-        raise ValueError(f"two of the models to time are {twice}: leave one out")
-    if unknown := next((name for name in names or () if name not in there), None):
-        raise ValueError(f"no engine is called {unknown!r:.80}; there are: {'; '.join(there)}")
-    return found if names is None else [engine for engine in found if engine.name in (own, *names)]
+            engines += _list_ctranslate2_engines(f"{name}, ", fields)
+    all_names = [engine.name for engine in engines]
+    if repeated := next((name for name in all_names if all_names.count(name) > 1), None):
+        raise ValueError(f"The models to time must be different, got {repeated} twice. Leave one of them out.")
+    if unknown := next((name for name in names or () if name not in all_names), None):
+        raise ValueError(f"The engines must be some of {'; '.join(all_names)}, got {unknown!r:.80}.")
+    return engines if names is None else [engine for engine in engines if engine.name in (baseline, *names)]
 
 
-def _ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:
+def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> list[Engine]:
     name = f"{prefix}{CTRANSLATE2}"
     return [Engine(name, fields, ctranslate2=True), Engine(f"{name}, int8", fields, int8=True, ctranslate2=True)]
 
 
-def auto_class(config: Mapping[str, Any]) -> str:
-    """Return the Auto class of what is served."""
+def served_auto_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the Auto class of the served model."""
     return timed_auto_class(config, variant_config(config))
 
 
-def generates(config: Mapping[str, Any]) -> bool:
-    """Say whether it is an encoder-decoder that generates; else a batch is one pass."""
-    return "Seq2Seq" in auto_class(config)
+def is_generative(config: Mapping[str, Any]) -> bool:
+    """Return whether the model is an encoder-decoder that generates text. Otherwise a batch is one forward pass."""
+    return "Seq2Seq" in served_auto_class(config)
 
 
-def model_class_of(config: Mapping[str, Any]) -> type:
-    """Return this package's class of what is served."""
-    return variant_model_class(variant_config(config).auto_classes[auto_class(config)])
+def served_model_class(config: Mapping[str, Any]) -> type:
+    """Return the class of this package for the served model."""
+    return variant_model_class(variant_config(config).auto_classes[served_auto_class(config)])
 
 
-def _heads_field(config: Mapping[str, Any]) -> str:
-    return kv_heads_field(model_class_of(config), variant_config(config))
+def _get_heads_field(config: Mapping[str, Any]) -> str:
+    return kv_heads_field(served_model_class(config), variant_config(config))
 
 
-def _without_latents(config: Any) -> Any:
-    """Return a variant configuration whose keys and values are made from no latent."""
+def _remove_latents(config: Any) -> Any:
+    """Return a variant configuration without latents."""
     ranks = config.rank_fields()
     by_layer = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
     return type(config)(**{**config.to_dict(), **dict.fromkeys(ranks), "per_layer_values": by_layer or None})
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
-    """Return the model of an engine in float32, of random weights, the same for each that has the same maps.
+    """Return the model of an engine in float32 with random weights, which are equal if the layers are equal.
 
-    An engine of CTranslate2 gets this package's class without latents, from which it is exported.
+    For an engine of CTranslate2, it is the model of this package without latents that is exported.
     """
     torch.manual_seed(0)
     if engine.fields is None and not engine.ctranslate2:
-        model = _own_model(config)
+        model = _build_baseline(config)
     else:
         current = variant_config(config, **(engine.fields or {}))
-        model = model_class_of(config)(_without_latents(current) if engine.ctranslate2 else current)
+        model = served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
     model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model
@@ -292,33 +235,33 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     return model
 
 
-def _own_model(config: Mapping[str, Any]) -> Any:
-    """Return the checkpoint's own class: transformers', or this package's."""
+def _build_baseline(config: Mapping[str, Any]) -> Any:
+    """Return the unchanged model in the class of the checkpoint, of Transformers or of this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
-        return model_class_of(config)(current)
-    return upstream_model(config, auto_class(config))
+        return served_model_class(config)(current)
+    return upstream_model(config, served_auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
-    """Return what a model reads, random: `input_ids` [b, n] with `attention_mask`, or `input_features` of audio."""
+    """Return random inputs: `input_ids` [b, n] with `attention_mask`, or `input_features` for audio."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
-    if auto_class(config) in HEARING:
-        shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves its frames
+    if served_auto_class(config) in AUDIO_AUTO_CLASSES:
+        shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves the number of frames
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def torch_run(
+def make_torch_call(
     model: Any, inputs: dict[str, torch.Tensor], load: Load, compiled: bool = False
 ) -> Callable[[int | None], None]:
-    """Return what is timed: called with a number of new tokens, None for a pass, the encoder included."""
+    """Return a function that serves a batch with torch. Its argument is the number of new tokens, or None."""
     options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
-    if compiled:  # else each step is of another length, and compiled anew
+    if compiled:  # with another cache, each step has another length and would be compiled again
         options["cache_implementation"] = "static"
-    if "input_features" in inputs:  # Whisper's own code would look for further segments of the audio
+    if "input_features" in inputs:  # otherwise the code of Whisper would look for further segments
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
     return partial(_generate_or_pass, model, inputs, options)
 
@@ -330,5 +273,5 @@ def _generate_or_pass(
     if tokens is None:
         model(**inputs)
         return
-    with limits_of_the_call(model):
+    with ignore_saved_length_limits(model):
         model.generate(**inputs, **options, max_new_tokens=tokens)

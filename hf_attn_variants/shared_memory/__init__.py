@@ -1,1 +1,1 @@
-"""Cross-attentions of upstream's own models that read the encoder's outputs once for all layers and beams."""
+"""Cross-attention of Transformers models whose beams, and optionally layers, share one cache per sentence."""

@@ -1,4 +1,4 @@
-"""The layer of a cross-attention's cache that holds the encoder's outputs in place of keys and values."""
+"""The cache layer of cross-attention that holds encoder outputs instead of keys and values."""
 
 from typing import Any
 
@@ -15,25 +15,27 @@ with known_imports():
 
 check_caches()
 
-__all__ = ["SourceLayer", "held_layer", "hold_source", "holds_anything"]
+__all__ = ["SourceLayer", "filled_layer", "holds_encoder_outputs", "store_layer"]
 
 
 class SourceLayer(SharedDynamicLayer):
-    """The layer that holds the encoder's outputs [b, m, D], and makes keys and values where somebody asks for them.
+    """A cache layer that holds the encoder outputs [b, m, D], and computes keys and values when they are first read.
 
-    From then on it is as any other: who reads the cache (Whisper's outputs, a model that shares no longer) finds
-    upstream's. Nothing writes into the outputs, which other layers and callers hold as well.
+    After that it is an ordinary cache layer. Keys and values are read by other users of the cache, for example by the
+    outputs of Whisper. The encoder outputs are never modified, because other layers and callers use the same tensor.
 
     Args:
-        source: the encoder's outputs.
-        maps: those of keys and of values.
-        head_dim: d.
-        beams: how many rows of the decoder read one of the source's.
+        source: The encoder outputs.
+        projections: The key and the value projection.
+        head_dim: The head size d.
+        beams: The number of decoder rows per row of the encoder outputs.
     """
 
-    def __init__(self, source: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, beams: int) -> None:
+    def __init__(
+        self, source: torch.Tensor, projections: tuple[nn.Module, nn.Module], head_dim: int, beams: int
+    ) -> None:
         self.source: torch.Tensor | None = source
-        self.maps: Any = maps
+        self.projections: Any = projections
         self.head_dim, self.beams = head_dim, beams
         self.is_initialized = True
         self.dtype, self.device = source.dtype, source.device
@@ -42,8 +44,8 @@ class SourceLayer(SharedDynamicLayer):
 
     @property
     def keys(self) -> Any:
-        """The keys [b, h, m, d], made when they are first read."""
-        self._make()
+        """The keys [b, h, m, d], which are computed when they are first read."""
+        self._compute_keys_and_values()
         return self._keys
 
     @keys.setter
@@ -52,21 +54,22 @@ class SourceLayer(SharedDynamicLayer):
 
     @property
     def values(self) -> Any:
-        """The values [b, h, m, d], made when they are first read."""
-        self._make()
+        """The values [b, h, m, d], which are computed when they are first read."""
+        self._compute_keys_and_values()
         return self._values
 
     @values.setter
     def values(self, states: Any) -> None:
         self._values = states
 
-    def _make(self) -> None:
+    def _compute_keys_and_values(self) -> None:
+        """Replace the encoder outputs, if they are still there, by keys and values."""
         if self.source is not None:
             source, self.source = self.source, None
-            with torch.no_grad():  # as they would have been made when the outputs came
-                made: Any = keys_and_values(source, self.maps, self.head_dim)
-            self._keys, self._values = made
-            self.maps = None
+            with torch.no_grad():  # the layer is created only if no gradients are recorded
+                states: Any = keys_and_values(source, self.projections, self.head_dim)
+            self._keys, self._values = states
+            self.projections = None
 
     def _rows(self) -> int:
         return super()._rows() if self.source is None else self.source.shape[0]
@@ -78,49 +81,56 @@ class SourceLayer(SharedDynamicLayer):
             self.source = rows(self.source)
 
     def get_seq_length(self) -> int:
-        """Return the length m of the source."""
+        """Return the number of encoder positions m."""
         return super().get_seq_length() if self.source is None else self.source.shape[1]
 
     def reset(self) -> None:
-        """Let go of everything; upstream's releases before 5.23 write zeros over it."""
-        self.source = self.maps = self._keys = self._values = None
+        """Remove all tensors. (Transformers releases before 5.23 overwrite them with zeros.)"""
+        self.source = self.projections = self._keys = self._values = None
         self.is_initialized, self.beams = False, 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row `repeats` times."""
         if self._rows():
             self._change(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:
-        # A copy, or a pickle, has keys and values, and none of the model's weights.
+        # Copies and pickles contain keys and values, so that they do not contain weights of the model.
         if self.keys is None:
             return SharedDynamicLayer, ()
-        return _layer_of, (self.keys, self.values, self.beams)
+        return _make_shared_layer, (self.keys, self.values, self.beams)
 
 
-def _layer_of(keys: torch.Tensor, values: torch.Tensor, beams: int) -> SharedDynamicLayer:
+def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> SharedDynamicLayer:
+    """Return a cache layer with keys and values that beams share."""
     layer = SharedDynamicLayer()
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.beams = keys, values, beams
     return layer
 
 
-def held_layer(cache: Any, index: int) -> Any:
-    """Return the layer of an encoder-decoder's cache that has the cross-attention's memory already, else None."""
+def filled_layer(cache: Any, index: int) -> Any:
+    """Return the cross-attention layer of an encoder-decoder cache if it is filled, or None otherwise."""
     if cache is None or not cache.is_updated.get(index):
         return None
     return cache.cross_attention_cache.layers[index]
 
 
-def holds_anything(layer: Any) -> bool:
-    """Say whether a layer still holds the encoder's outputs."""
+def holds_encoder_outputs(layer: Any) -> bool:
+    """Return whether a cache layer holds encoder outputs and not yet keys and values."""
     return type(layer) is SourceLayer and layer.source is not None
 
 
-def hold_source(cache: Any, index: int, layer: SourceLayer) -> bool:
-    """Put a layer with the encoder's outputs into an encoder-decoder's cache; False where there is no place for it.
+def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
+    """Put a layer with encoder outputs into an encoder-decoder cache.
 
-    A static cache, one that is offloaded and layers of other kinds keep keys and values.
+    Args:
+        cache: The cache.
+        index: The index of the layer.
+        layer: The new layer.
+
+    Returns:
+        Whether the layer was stored. Static caches, offloaded caches and other kinds of layers are not changed.
     """
     cross = cache.cross_attention_cache
     if getattr(cross, "offloading", False) or type(layer_at(cross, index)) is not DynamicLayer:

@@ -1,4 +1,4 @@
-"""`share_memory`: beams, and optionally all layers, of a live Transformers model share the encoder outputs."""
+"""`share_memory`: the beams of a loaded Transformers model share one cross-attention cache per sentence."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..instance_attributes import OfModule
+from ..instance_attributes import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -26,18 +26,18 @@ from .attention import (
 
 __all__ = ["EXPANSION", "SharedExpansion", "share_memory"]
 
-# The method of upstream's that it stands for.
+# The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
 EXPANSION = "_expand_inputs_for_generation"
 
 
-class SharedExpansion(OfModule):
-    """Stands in one model for its method.
+class SharedExpansion(WeakModuleAttribute):
+    """A replacement of the method `_expand_inputs_for_generation` of one model.
 
     Args:
-        model: the one whose attribute it becomes.
+        model: The model that gets this object as an attribute.
 
     Attributes:
-        former: an attribute of the same name that the model had of its own, if any.
+        former: The instance attribute of the same name that the model had before, or None.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,112 +47,122 @@ class SharedExpansion(OfModule):
     def __call__(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Repeat all inputs for each beam or sample, as Transformers does, and mark the encoder outputs."""
+        """Repeat the inputs for each beam or sample as Transformers does, and mark the encoder outputs as shared."""
         shares = expand_size > 1 and self._can_share()
-        return expand_and_mark(self._upstreams(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark(self._original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
-        found = [module for _, module in cross_attentions(self.module)]
+        """Return whether all cross-attentions of the model share memory with its attention implementation."""
         return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
-            isinstance(module, SharesMemory) for module in found
+            isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
         )
 
-    def _upstreams(self) -> Any:
+    def _original_method(self) -> Any:
+        """Return the bound method that the model had before."""
         if self.former is not None:
             return self.former
-        # A static method in some releases, which `super` would need no instance for.
+        # `super()` cannot be used, because the method is a static method in some Transformers releases.
         cls = type(self.module)
-        owner = next(each for each in cls.__mro__ if EXPANSION in vars(each))
+        owner = next(base for base in cls.__mro__ if EXPANSION in vars(base))
         return vars(owner)[EXPANSION].__get__(self.module, cls)
 
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
-def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> Model:
-    """Let the beams, or samples, of a sentence share its memory in an encoder-decoder's cross-attentions.
+def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> ModelT:
+    """Let the beams or samples of a sentence share one cross-attention cache in an encoder-decoder.
 
-    In place, from the next call on: the model keeps its class, its weights and its `generate`. Keys and values are
-    made once for each sentence, and stay where they are when beams change places; with a single beam each call is
-    upstream's own. With `cross_cache="encoder_outputs"` all layers read the encoder's outputs y [b, m, D] themselves
-    and the cache holds that one tensor: with W_k,i, W_v,i the maps of head i, logits are (q_i W_k,i) y^T and outputs
-    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; MLA's absorbed form, 2405.04434, appendix C). That is the
-    least memory; a step multiplies more. Training, and calls that record gradients, are upstream's own.
+    The model is changed in place. It keeps its class, its weights and its `generate` method. Keys and values are
+    computed once per sentence, and are not copied when beams are reordered. With a single beam, and if gradients are
+    recorded, the Transformers code runs unchanged.
 
-    An encoder-decoder of this package shares its memory as it is: it comes back unchanged, for either `share`.
+    With `cross_cache="encoder_outputs"`, the cache of all layers holds only the encoder outputs y [b, m, D]. The
+    logits of head i are (q_i W_k,i) y^T, and its outputs are (P_i y) W_v,i^T, with its key and value projections W_k,i
+    and W_v,i (slim attention, arXiv 2503.05840; the absorbed form of MLA, arXiv 2405.04434, appendix C). This needs
+    the least memory, but more multiplications per step.
+
+    An encoder-decoder of this package shares its cache without this function, and is returned unchanged.
 
     Args:
-        model: a live model of upstream's own, or of a subclass (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100,
-            PEGASUS, Whisper and relatives), with `attn_implementation` "sdpa" or "eager".
-        share: False gives the model back as it was: its classes, and its own attributes.
-        cross_cache: what a cache holds of a source: "keys_and_values" of each layer, or "encoder_outputs" once for all
-            layers. A model of this package has that by its field `cross_kv_lora_rank`.
+        model: A loaded Transformers encoder-decoder (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100, PEGASUS,
+            Whisper and relatives, or a subclass) with `attn_implementation` "sdpa" or "eager".
+        share: Whether to share. False restores the original classes and attributes of the model.
+        cross_cache: The content of the cross-attention cache: "keys_and_values" of each layer, or "encoder_outputs"
+            once for all layers. A model of this package has the latter with the field `cross_kv_lora_rank`.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        ValueError: for a model that cannot, before anything of it is changed; the message says what it has. For
-            another `cross_cache`.
-        UpstreamChanged: under a transformers whose attentions are not as they are known.
+        ValueError: If the model is not supported (it is unchanged then), or `cross_cache` is unknown.
+        UpstreamChanged: If the attention classes of the installed Transformers release are not supported.
+
+    Example:
+        >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
+        >>> share_memory(model).generate(**inputs, num_beams=4)
     """
     _check_kind(model)
     if cross_cache not in (KEYS_AND_VALUES, ENCODER_OUTPUTS):
-        raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}; got {cross_cache!r}.")
+        raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}, got {cross_cache!r}.")
     if isinstance(model, AttnVariantModelMixin):
         if share:
             _check_variant(model, cross_cache)
         return model
-    found = dict(cross_attentions(model))
+    modules = dict(cross_attentions(model))
     if not share:
-        _check_hooks(found)
-        _give_back(model, found.values())
+        _check_replaced_forwards(modules)
+        _restore(model, modules.values())
         return model
-    _check(model, found)
-    classes = {path: _class_for(module, cross_cache) for path, module in found.items()}
-    before = {path: type(module) for path, module in found.items()}
+    _check_model(model, modules)
+    classes = {path: _sharing_class(module, cross_cache) for path, module in modules.items()}
+    original_classes = {path: type(module) for path, module in modules.items()}
     try:
         for path, cls in classes.items():
-            found[path].__class__ = cls
+            modules[path].__class__ = cls
         if hasattr(type(model), EXPANSION) and not isinstance(vars(model).get(EXPANSION), SharedExpansion):
             setattr(model, EXPANSION, SharedExpansion(model))
     except BaseException:
-        for path, cls in before.items():
-            found[path].__class__ = cls
+        for path, cls in original_classes.items():
+            modules[path].__class__ = cls
         raise
     return model
 
 
-def _class_for(module: nn.Module, cross_cache: str) -> type:
+def _sharing_class(module: nn.Module, cross_cache: str) -> type:
+    """Return the class that shares memory for a cross-attention, which may share memory already."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
     return shared_class(plain, cross_cache)
 
 
-def _is_shared(module: nn.Module) -> bool:
-    return isinstance(module, SharesMemory)
-
-
-def _give_back(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    """Restore the classes of the cross-attentions and the attributes of the model."""
     for module in modules:
         if isinstance(module, SharesMemory):
             module.__class__ = module.plain
-    hook = vars(model).get(EXPANSION)
-    if isinstance(hook, SharedExpansion):
+    expansion = vars(model).get(EXPANSION)
+    if isinstance(expansion, SharedExpansion):
         vars(model).pop(EXPANSION)
-        if hook.former is not None:
-            setattr(model, EXPANSION, hook.former)
+        if expansion.former is not None:
+            setattr(model, EXPANSION, expansion.former)
 
 
-def _check_hooks(found: dict[str, nn.Module]) -> None:
-    for path, module in found.items():
-        if _is_shared(module) and "forward" in vars(module):
+def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
+    """Check that no `forward` was replaced after the modules began to share memory.
+
+    Raises:
+        ValueError: If one was replaced.
+    """
+    for path, module in modules.items():
+        if isinstance(module, SharesMemory) and "forward" in vars(module):
             raise ValueError(
-                f"`{path}.forward` was replaced on this object after it shared memory (accelerate's offloading does "
-                "so), and calls what it replaced: take that back before."
+                f"`{path}.forward` was replaced after `share_memory` (by the offloading of accelerate, for example). "
+                "Restore it first."
             )
 
 
 def _check_kind(model: Any) -> None:
+    """Raise `ValueError` if an object is not a Transformers model."""
     if isinstance(model, PreTrainedModel):
         return
     raise ValueError(
@@ -161,77 +171,86 @@ def _check_kind(model: Any) -> None:
     )
 
 
-def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
-    """Check that a model can share, before anything of it is changed.
+def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
+    """Check that a Transformers model and its cross-attentions are supported.
 
     Raises:
-        ValueError: with what it has and what is asked.
+        ValueError: If they are not.
     """
     name = type(model).__name__
     _check_encoder_decoder(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
-            f"{name} is a class of transformers around attentions of this package, whose beams share no memory there."
+            f"{name} is a Transformers class with attention modules of this package, which is not supported. Use an "
+            "encoder-decoder class of this package."
         )
-    if not found:
+    if not modules:
         is_part = not isinstance(model, GenerationMixin)
-        advice = ": give the whole encoder-decoder, as `AutoModelForSeq2SeqLM` loads it" if is_part else ""
+        advice = " Load the whole encoder-decoder with `AutoModelForSeq2SeqLM`." if is_part else ""
         raise ValueError(
-            f"{name} has no cross-attention that is known here{advice}. Known are {', '.join(sorted(KNOWN))}."
+            f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(KNOWN))}."
         )
     _check_implementation(model, IMPLEMENTATIONS)
-    for path, module in found.items():
-        if not _is_shared(module):
+    for path, module in modules.items():
+        if not isinstance(module, SharesMemory):
             _check_attention(path, module)
 
 
 def _check_encoder_decoder(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if a model is not an encoder-decoder."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} is no encoder-decoder: `share_memory` takes these alone (T5, BART, Marian, "
-            "Whisper and their relatives)."
+            f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper and relatives), got "
+            f"{type(model).__name__}. Other models do not need `share_memory`."
         )
 
 
 def _check_variant(model: Any, cross_cache: str) -> None:
-    """Check that the beams of a model of this package share what is asked.
+    """Check that the beams of a model of this package share its cache.
 
     Raises:
-        ValueError: where its heads talk in cross-attention, or its cache holds keys and values and must not.
+        ValueError: If its cross-attention has talking heads, or its cache holds keys and values instead of the
+            requested encoder outputs.
     """
     name, config = type(model).__name__, model.config
     _check_encoder_decoder(model)
     _check_implementation(model, IMPLEMENTATIONS)
     if talks(config, "cross_"):
         raise ValueError(
-            f"The heads of this {name} talk in its cross-attentions, so that each beam keeps a memory of its own. "
-            'Beams share where these do not talk: a checkpoint converted with `cross_talking_heads="none"`.'
+            f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
+            'checkpoint that was converted with `cross_talking_heads="none"`.'
         )
     if cross_cache == ENCODER_OUTPUTS and config.cross_kv_lora_rank is None:
         raise ValueError(
-            f"The cache of this {name} holds keys and values, once for all beams. To hold the encoder's outputs: "
-            f"convert with `cross_kv_lora_rank={config.d_model}`, which changes no output."
+            f"The cache of {name} holds keys and values. To cache encoder outputs, convert the checkpoint with "
+            f"`cross_kv_lora_rank={config.d_model}`, which does not change its outputs."
         )
 
 
-def _check_implementation(model: PreTrainedModel, known: Iterable[str]) -> None:
+def _check_implementation(model: PreTrainedModel, supported: Iterable[str]) -> None:
+    """Raise `ValueError` if the attention implementation of a model is not supported."""
     implementation = model.config._attn_implementation
-    if plain_implementation(implementation) not in known:
+    if plain_implementation(implementation) not in supported:
         raise ValueError(
-            f'`share_memory` computes by "sdpa" or "eager"; this model has attn_implementation="{implementation}": '
-            'call `model.set_attn_implementation("sdpa")` before.'
+            f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
+            '`model.set_attn_implementation("sdpa")` first.'
         )
 
 
 def _check_attention(path: str, module: nn.Module) -> None:
+    """Check that a cross-attention module is supported.
+
+    Raises:
+        ValueError: If its class is unknown or its `forward` was replaced.
+    """
     kind = kind_of(type(module))
     if kind is None:
         raise ValueError(
-            f"`{path}` is a {type(module).__name__} whose forward is not known here; known are those of "
-            f"{', '.join(sorted(KNOWN))}, and of subclasses that leave `forward` as it is."
+            f"`{path}` must be one of {', '.join(sorted(KNOWN))} or a subclass with the same `forward`, got "
+            f"{type(module).__name__}."
         )
     if "forward" in vars(module):
         raise ValueError(
-            f"`{path}.forward` was replaced on this object (accelerate's offloading does so): share memory before."
+            f"`{path}.forward` was replaced (by the offloading of accelerate, for example). Call `share_memory` first."
         )
     check_attributes(module, kind.attributes)

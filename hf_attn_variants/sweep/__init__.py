@@ -1,1 +1,1 @@
-"""Sweeps: variants and seeds of one training command, run one after another and compared in a table and a plot."""
+"""Sweeps, which run one training command for several variants and seeds and compare the results."""

@@ -1,4 +1,4 @@
-"""The file of a sweep and its runs: each variant with each seed, as command lines that were checked."""
+"""Sweep files and their runs. A sweep has one run per variant and seed, whose command lines are checked first."""
 
 import contextlib
 import functools
@@ -21,8 +21,8 @@ __all__ = [
     "CONVERTED",
     "MODEL",
     "TRAINED",
-    "Run",
     "Sweep",
+    "SweepRun",
     "axis_name",
     "merge_flags",
     "plan_runs",
@@ -32,177 +32,203 @@ __all__ = [
 CONVERT, MODEL = "convert", "model_name_or_path"
 KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-Flags = dict[str, Any]  # of a training; "convert" has the flags of the conversion before it, None without one
+Flags = dict[str, Any]  # flags of a training; "convert" contains the flags of the conversion before it, or None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of a file."""
+    """Content of a sweep file.
 
-    title: str  # of the table and the plot
-    command: str  # the training command
-    launch: list[str]  # the words before the training command, such as those of `accelerate launch`
-    seeds: list[Any]  # of the runs of each variant
-    metrics: list[str]  # in the table and the plot; empty for the defaults of the command
-    base: Flags  # of all runs
-    variants: dict[str, Flags]  # further flags by name
-    references: dict[str, Flags]  # variants that the grid does not multiply
-    grid: dict[str, dict[Any, Flags]]  # for each axis, its values with the flags that they stand for
+    Attributes:
+        title: the title of the table and the plot.
+        command: the training command.
+        launch: words before the training command, for example those of `accelerate launch`.
+        seeds: the seeds of the runs of each variant.
+        metrics: the metrics in the table and the plot. Empty for the defaults of the command.
+        base: the flags of all runs.
+        variants: the further flags of each variant. The keys are the names.
+        references: variants that are not combined with the grid.
+        grid: for each axis, its values with their flags.
+    """
+
+    title: str
+    command: str
+    launch: list[str]
+    seeds: list[Any]
+    metrics: list[str]
+    base: Flags
+    variants: dict[str, Flags]
+    references: dict[str, Flags]
+    grid: dict[str, dict[Any, Flags]]
 
 
-def read_sweep(path: Path, given: Mapping[str, str], commands: Collection[str]) -> Sweep:
-    """Read the YAML file of a sweep (JSON is YAML, too).
+def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[str]) -> Sweep:
+    """Read a sweep file in YAML, which includes JSON.
 
     Args:
         path: the file.
-        given: values of variables that replace those of the file.
+        overrides: values of variables that replace those in the file.
         commands: the training commands.
 
     Raises:
-        ValueError, OSError: if it is not the file of a sweep, or cannot be read.
+        ValueError: if the content is not valid.
+        OSError: if the file cannot be read.
     """
     try:
         content = _load_yaml(read_file(path))
-        variables = _variables(content.pop("variables", None), given)
-        return _sweep(_fill(content, variables), commands, path.stem)
+        variables = _merge_variables(content.pop("variables", None), overrides)
+        return _parse_sweep(_fill_variables(content, variables), commands, path.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def merge_flags(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Flags:
-    """Return flags with others on top of them: objects are merged field by field, other values are replaced."""
+    """Return `lower` updated with `upper`. Objects are merged field by field, and other values are replaced."""
     merged = dict(lower)
     for name, value in upper.items():
-        below = merged.get(name)
-        if name == CONVERT and value is None and below:
-            merged[MODEL] = below.get(MODEL)  # the model is trained as it is
-        merged[name] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        lower_value = merged.get(name)
+        if name == CONVERT and value is None and lower_value:
+            merged[MODEL] = lower_value.get(MODEL)  # without the conversion, its model is trained
+        merged[name] = {**lower_value, **value} if isinstance(lower_value, dict) and isinstance(value, dict) else value
     return merged
 
 
 def _load_yaml(text: bytes) -> dict[str, Any]:
-    """Load YAML, and raise an error for a key that an object has twice: yaml itself takes the last one silently."""
+    """Return the value of a YAML text. A key that occurs twice in an object is an error, unlike in PyYAML."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"`{twice[0]}` is twice in the object at line {node.start_mark.line + 1}.")
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"`{repeated[0]}` occurs twice in the object at line {node.start_mark.line + 1}.")
             return super().construct_mapping(node, deep)
 
     try:
-        return _object(yaml.load(text, Loader), "the file")
+        return _check_object(yaml.load(text, Loader), "the file")
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"the file must be YAML: {' '.join(str(error).split())}.") from None
 
 
-def _variables(stored: Any, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the variables of the file with the values that replace theirs."""
-    known = _object(stored, "`variables`")
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"--set must name variables of the file, {', '.join(known)}; got {unknown[0]}.")
-    values = known | {name: _number_or_text(text) for name, text in given.items()}
+def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the variables of the file with the values of --set."""
+    known = _check_object(stored, "`variables`")
+    if unknown := [name for name in overrides if name not in known]:
+        raise ValueError(f"--set must name variables of the file ({', '.join(known)}), got {unknown[0]}.")
+    values = known | {name: _parse_value(text) for name, text in overrides.items()}
     if missing := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"the variable `{missing[0]}` needs a value: --set {missing[0]}=VALUE.")
+        raise ValueError(f"the variable `{missing[0]}` must have a value. Give --set {missing[0]}=VALUE.")
     return values
 
 
-def _fill(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Return a value with those of `${NAME}` filled in; a text of only one variable takes its type, too."""
+def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
+    """Return a value with all `${NAME}` replaced. A text that contains only a variable gets the type of its value."""
     if isinstance(value, dict):
-        return {key: _fill(inner, variables) for key, inner in value.items()}
+        return {key: _fill_variables(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_fill(inner, variables) for inner in value]
+        return [_fill_variables(inner, variables) for inner in value]
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
-        raise ValueError(f"`variables` must have {unknown[0]}, because the file has {value}.")
+        raise ValueError(f"`variables` must contain {unknown[0]}, because the file contains {value}.")
     whole = VARIABLE.fullmatch(value)
     return variables[whole[1]] if whole else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
 
 
-def _sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
+def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
     if unknown := [str(key) for key in content if key not in KEYS]:
-        raise ValueError(
-            f"the keys must be variables, {', '.join(KEYS)}; got {unknown[0]}. Flags belong under `flags`."
-        )
+        raise ValueError(f"the keys must be variables, {', '.join(KEYS)}, got {unknown[0]}. Put flags under `flags`.")
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
-    launch, metrics = ([str(each) for each in _list(content.get(key))] for key in ("launch", "metrics"))
-    variants, references = (_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
-    grid = {str(axis): _axis(str(axis), values) for axis, values in _object(content.get("grid"), "`grid`").items()}
-    seeds, base = _list(content.get("seeds", 0)), _object(content.get("flags"), "`flags`")
+    launch, metrics = ([str(word) for word in _as_list(content.get(key))] for key in ("launch", "metrics"))
+    variants, references = (_parse_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
+    grid = {
+        str(axis): _parse_axis(str(axis), values)
+        for axis, values in _check_object(content.get("grid"), "`grid`").items()
+    }
+    seeds, base = _as_list(content.get("seeds", 0)), _check_object(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
-        raise ValueError("a sweep needs `variants` or a `grid`, and at least one of `seeds`.")
+        raise ValueError("the file must contain `variants` or a `grid`, and `seeds` must not be empty.")
     base |= {CONVERT: content[CONVERT]} if CONVERT in content else {}
     return Sweep(title, command, launch, seeds, metrics, base, variants or {"": {}}, references, grid)
 
 
-def _axis(axis: str, values: Any) -> dict[Any, Flags]:
-    """Return the values of an axis of the grid with their flags: of the flag with this name, or of an object."""
+def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
+    """Return the values of an axis of the grid with their flags: the flag with the name of the axis, or an object."""
     if isinstance(values, dict):
-        return {_number_or_text(value): flags for value, flags in _parts(values, f"`grid`, `{axis}`").items()}
-    points = [_number_or_text(value) for value in _list(values)]
+        return {_parse_value(value): flags for value, flags in _parse_parts(values, f"`grid`, `{axis}`").items()}
+    points = [_parse_value(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of different values or an object, got {values}.")
     flag = axis.removeprefix(f"{CONVERT}.")
     return {point: {flag: point} if flag == axis else {CONVERT: {flag: point}} for point in points}
 
 
-def _parts(value: Any, where: str) -> dict[str, Flags]:
-    return {str(name): _object(flags, f"{where}, `{name}`") for name, flags in _object(value, where).items()}
+def _parse_parts(value: Any, where: str) -> dict[str, Flags]:
+    return {
+        str(name): _check_object(flags, f"{where}, `{name}`") for name, flags in _check_object(value, where).items()
+    }
 
 
-def _object(value: Any, where: str) -> dict[Any, Any]:
+def _check_object(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{where} must be an object with lines `NAME: VALUE`, got {value!r}.")
     return value or {}
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _number_or_text(value: Any) -> Any:
-    """Return the number or the truth value that a text is, or the text; YAML takes 1e-3 for text."""
+def _parse_value(value: Any) -> Any:
+    """Return the number or truth value of a text, or the text itself. YAML would read 1e-3 as a text."""
     try:
-        return found if isinstance(found := json.loads(value), int | float) else value
+        return number if isinstance(number := json.loads(value), int | float) else value
     except (TypeError, ValueError):
         return value
 
 
-# The folders of a run: the converted checkpoint, and the output of the training.
+# The subfolders of a run, for the converted checkpoint and for the output of the training.
 CONVERTED, TRAINED = "converted", "trained"
-OWN_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")  # the sweep sets them
+OWN_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")  # flags that only the sweep sets
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training, with the conversion before it if there is one; the words do not name the folders."""
+class SweepRun:
+    """One training with one seed, and the conversion before it if there is one.
 
-    contestant: str  # the name that the runs of all seeds share
-    variant: str  # the name of the variant; "" if the file has only a grid
-    point: dict[str, Any]  # the value on each axis of the grid; empty for a reference
-    seed: int  # of both commands
-    launch: list[str]  # the words before the training
+    Attributes:
+        contestant: the name that the runs of all seeds share.
+        variant: the name of the variant. Empty if the file has only a grid.
+        point: the value on each axis of the grid. Empty for a reference.
+        seed: the seed of both commands.
+        launch: the words before the training command.
+        train: the words of the training command, without folders.
+        convert: the words of the conversion, without folders, or None.
+    """
+
+    contestant: str
+    variant: str
+    point: dict[str, Any]
+    seed: int
+    launch: list[str]
     train: list[str]
     convert: list[str] | None
 
     @property
     def name(self) -> str:
-        """The contestant and the seed."""
+        """The name of the run: the contestant and the seed."""
         return f"{self.contestant}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
-        """The folder of the run in the folder of the sweep."""
+        """The path of the run inside the folder of the sweep."""
         name = re.sub(r"[^a-z0-9.=_-]+", "-", self.contestant.lower()).strip("-.") or "run"
         return Path("runs") / name / f"seed-{self.seed}"
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the command lines of the run in a folder: the training, and before it the conversion if any."""
+        """Return the command lines of the run for a folder: the conversion, if there is one, and the training."""
         command, *flags = self.train
         output = ["--output_dir", str(folder / TRAINED)]
         if self.convert is None:
@@ -211,78 +237,80 @@ class Run:
         return [[*self.convert, "--output_dir", converted], [command, f"--{MODEL}", converted, *flags, *output]]
 
 
-def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[Run]:
-    """Return the runs of a sweep by seed, so that an unfinished sweep compares all variants.
+def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[SweepRun]:
+    """Return the runs of a sweep, ordered by seed, so that an unfinished sweep compares all variants.
 
     Args:
-        sweep: the file.
-        command_module: returns the module of a command, with `make_parser` and `parse_args`.
+        sweep: the content of the file.
+        command_module: a function that returns the module of a command, with `make_parser` and `parse_args`.
 
     Raises:
-        ValueError: if the parser of a command does not take its flags, or two runs would share a folder.
+        ValueError: if a command does not accept its flags, or two runs would have the same folder.
     """
-    runs: dict[Path, Run] = {}
-    for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_contestants(sweep)]):
+    runs: dict[Path, SweepRun] = {}
+    for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_iterate_contestants(sweep)]):
         contestant = ", ".join([variant] * bool(variant) + [f"{axis_name(a)} {value}" for a, value in point.items()])
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(f"`{MODEL}` must be under `{CONVERT}`, because the converted model is trained.")
-            train = _words(sweep.command, flags, seed, command_module)
-            words = None if convert is None else _words(CONVERT, convert, seed, command_module)
-            run = Run(contestant, variant, point, seed, sweep.launch, train, words)
+            train = _build_command(sweep.command, flags, seed, command_module)
+            words = None if convert is None else _build_command(CONVERT, convert, seed, command_module)
+            run = SweepRun(contestant, variant, point, seed, sweep.launch, train, words)
             for line in run.commands(Path("RUN")):
-                _check(line, command_module(line[0]))
+                _check_command(line, command_module(line[0]))
         except ValueError as error:
             raise ValueError(f"{contestant!r}: {error}") from None
         if runs.setdefault(run.folder, run) is not run:
-            raise ValueError(f"{runs[run.folder].name!r} and {run.name!r} would share the folder {run.folder}.")
+            raise ValueError(f"{runs[run.folder].name!r} and {run.name!r} must not have the same folder {run.folder}.")
     return list(runs.values())
 
 
 def axis_name(axis: str) -> str:
-    """Return the name of an axis of the grid: its flag, without the command."""
+    """Return the name of an axis of the grid: its flag without the name of the command."""
     return axis.removeprefix(f"{CONVERT}.")
 
 
-def _contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
+def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
     """Yield variant, point, flags and conversion of each variant at each point of the grid, and of each reference."""
     points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
     for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):
         for (variant, flags), point in itertools.product(parts.items(), multipliers):
-            on_axes = (sweep.grid[axis][value] for axis, value in point.items())
-            merged = functools.reduce(merge_flags, (flags, *on_axes), sweep.base)
+            axis_flags = (sweep.grid[axis][value] for axis, value in point.items())
+            merged = functools.reduce(merge_flags, (flags, *axis_flags), sweep.base)
             convert = merged.pop(CONVERT, None)
             yield variant, point, merged, convert
 
 
-def _words(command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]) -> list[str]:
-    """Return a command with its flags as words; flags with the value None are left out."""
+def _build_command(
+    command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]
+) -> list[str]:
+    """Return the words of a command with its flags. Flags with the value None are left out."""
     options, words = command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
         if name in OWN_FLAGS:
-            raise ValueError(f"`{name}` is set by the sweep. Leave it out.")
+            raise ValueError(f"`{name}` must not be given, because the sweep sets it. Leave it out.")
         is_switch = f"--{name}" in options and options[f"--{name}"].nargs == 0
         if value is not None and is_switch != isinstance(value, bool):
-            rule = "true or false" if is_switch else "text or a number, in quotes if YAML takes it for something else"
+            rule = "true or false" if is_switch else "text or a number (in quotes if YAML reads it as another type)"
             raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
         if isinstance(value, bool):
             words += [f"--{name}"] if value else [f"--no-{name}"] * (f"--no-{name}" in options)
         elif isinstance(value, list):
-            words += [f"--{name}", *(path for each in value for path in _paths(name, each))]
+            words += [f"--{name}", *(path for item in value for path in _expand_paths(name, item))]
         elif value is not None:
-            found = _paths(name, value)
-            words += [f"--{name}={found[0]}"] if found[0].startswith("-") else [f"--{name}", *found]
+            paths = _expand_paths(name, value)
+            words += [f"--{name}={paths[0]}"] if paths[0].startswith("-") else [f"--{name}", *paths]
     return [*words, "--seed", str(seed)]
 
 
-def _paths(name: str, value: Any) -> list[str]:
-    """Return a value as text; for a pattern of files, the files that match it, as a shell does."""
+def _expand_paths(name: str, value: Any) -> list[str]:
+    """Return a value as text, or for a pattern of files, the matching files, as a shell does."""
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
 
 
-def _check(line: list[str], module: ModuleType) -> None:
-    """Check a command line with the parser of its command."""
+def _check_command(line: list[str], module: ModuleType) -> None:
+    """Raise ValueError if the parser of a command rejects a command line."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):

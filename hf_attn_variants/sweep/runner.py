@@ -1,4 +1,4 @@
-"""The runs of a sweep, continued where an earlier call ended, and their results over seeds as JSON, table and plot."""
+"""Execution of the runs of a sweep, and their results as JSON, as a table and as a plot."""
 
 import json
 import math
@@ -16,66 +16,69 @@ from typing import Any
 
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
-from ..training.engine.checkpoints import FolderInUseError, held_folder, list_checkpoints
-from .plan import CONVERTED, TRAINED, Run, Sweep, axis_name
+from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
+from .plan import CONVERTED, TRAINED, Sweep, SweepRun, axis_name
 
 __all__ = ["DEFAULT_METRICS", "LOG_NAME", "RunFolder", "collect", "draw_sweep", "markdown"]
 
-# In the folder of a run: its commands with, once it is finished, its results; and the output of its commands.
+# Files in the folder of a run: its commands and results, and the output of its commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
 
 
 class RunFolder:
-    """One run and its folder in the folder of the sweep, which may hold results of an earlier call."""
+    """Run and its folder in the folder of the sweep, which may contain results of an earlier call."""
 
-    def __init__(self, run: Run, sweep_dir: Path):
+    def __init__(self, run: SweepRun, sweep_dir: Path):
         self.run, self.path = run, sweep_dir / run.folder
         self.record: dict[str, Any] = {"launch": run.launch, "train": run.train, "convert": run.convert}
         self.results: dict[str, Any] | None = None
-        self.failure: str | None = None  # the reason why the run failed in this call
+        self.failure: str | None = None  # the reason for a failure in this call
         self.read()
 
     def read(self) -> None:
-        """Read the results, which another call may have written.
+        """Read the results, which may have been written by another call.
 
         Raises:
-            ValueError, OSError: if the folder holds another run, or its record cannot be read.
+            ValueError: if the folder contains another run.
+            OSError: if the file cannot be read.
         """
         stored = load_json(self.path / RECORD_NAME) if (self.path / RECORD_NAME).is_file() else self.record
         if changed := [name for name, words in self.record.items() if stored[name] != words]:
-            was, now = stored[changed[0]], self.record[changed[0]]
+            old_words, new_words = stored[changed[0]], self.record[changed[0]]
             raise ValueError(
-                f"{self.path} has a run with other flags. Give a new --output_dir. It had {was}, not {now}."
+                f"{self.path} contains a run with other flags: it had {old_words}, not {new_words}. Give a new "
+                "--output_dir."
             )
         self.results = stored.get("results")
 
     @property
     def is_converted(self) -> bool:
-        """Whether its conversion is finished."""
+        """True if the conversion is finished."""
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def execute(self) -> None:
-        """Run the commands that are left, unless another call of the sweep runs them.
+        """Run the unfinished commands, unless another call of the sweep is running them.
 
         Raises:
-            KeyboardInterrupt, TerminatedError: on Ctrl-C or SIGTERM, after the running training saved a checkpoint.
-            OSError: if a program is not installed, or the record cannot be written.
+            KeyboardInterrupt: after Ctrl-C. The running training has saved a checkpoint.
+            TerminatedError: after SIGTERM. The running training has saved a checkpoint.
+            OSError: if a program is not installed, or the results cannot be written.
         """
         make_folders(self.path)
-        before = signal.signal(signal.SIGTERM, _terminate)
+        old_handler = signal.signal(signal.SIGTERM, _terminate)
         try:
-            with suppress(FolderInUseError), held_folder(str(self.path), 0):
+            with suppress(FolderInUseError), lock_folder(str(self.path), 0):
                 self.read()
                 if self.results is None:
                     self._execute()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, old_handler)
 
     def _execute(self) -> None:
         self._write()
-        for words in self._commands_left():
-            if status := _call(words, self.path / LOG_NAME):
-                self.failure = f"status {status}: {_last_line(self.path / LOG_NAME)}"
+        for words in self._unfinished_commands():
+            if status := _run_command(words, self.path / LOG_NAME):
+                self.failure = f"status {status}: {_read_last_error(self.path / LOG_NAME)}"
                 return
         self.results = load_json(self.path / TRAINED / RESULTS_NAME)
         self._write()
@@ -83,10 +86,10 @@ class RunFolder:
     def _write(self) -> None:
         atomic_write(self.path / RECORD_NAME, json.dumps({**self.record, "results": self.results}, indent=2) + "\n")
 
-    def _commands_left(self) -> list[list[str]]:
-        """Return the commands that are left: a training continues from its last checkpoint, if it has one."""
+    def _unfinished_commands(self) -> list[list[str]]:
+        """Return the unfinished commands. A training continues from its last checkpoint, if it has one."""
         *conversion, training = self.run.commands(self.path)
-        for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # of a conversion that was killed
+        for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left from a killed conversion
             shutil.rmtree(leftover)
         trained, program = self.path / TRAINED, ["-m", "attn_variants"]
         if list_checkpoints(trained):
@@ -97,34 +100,34 @@ class RunFolder:
         return [*commands, [*(self.run.launch or [sys.executable]), *program, *training]]
 
 
-def _call(words: list[str], log: Path) -> int:
-    """Run a command with its output in the log, and return its exit status."""
+def _run_command(words: list[str], log: Path) -> int:
+    """Run a command, append its output to the log and return its exit status."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     with open(log, "ab") as output:
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()
-        # With a process group of its own, a signal reaches each process of a launcher.
+        # In a process group of its own, a launcher and all its processes receive the signal.
         options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PATH": path}, "process_group": 0}
         process = subprocess.Popen(words, stdout=output, stderr=output, **options)
         try:
             return process.wait()
-        except BaseException:  # Ctrl-C or SIGTERM: a training saves a checkpoint before it ends
+        except BaseException:  # after Ctrl-C or SIGTERM, the training saves a checkpoint before it exits
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
 
 
 def _terminate(number: int, frame: Any) -> None:
-    raise TerminatedError("stopped by SIGTERM; the same command continues")
+    raise TerminatedError("Stopped by SIGTERM. Repeat the command to continue.")
 
 
-def _last_line(log: Path) -> str:
-    """Return the line of a log that tells why its last command failed."""
+def _read_last_error(log: Path) -> str:
+    """Return the line of a log with the reason why the last command failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2].split("\n")
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-2]).removeprefix("error: ")
 
 
-# For each training command the metrics that are shown, if its runs report them and the file names none.
+# The metrics of each training command that are shown if the file names no metrics and the runs report them.
 DEFAULT_METRICS = {
     "classify": ["eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"],
     "glue": ["eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"],
@@ -135,7 +138,7 @@ DEFAULT_METRICS = {
     "squad": ["eval_f1", "eval_exact_match"],
     "uptrain": ["eval_loss"],
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # those of Okabe and Ito
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # palette of Okabe and Ito
 
 
 def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
@@ -148,75 +151,77 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
             "name": name or sweep.command,
             "variant": runs[0].run.variant,
             "point": runs[0].run.point,
-            "seeds": [each.run.seed for each in runs],
-            "spread": _spreads([each.results for each in runs if each.results]),
-            "runs": {str(each.run.seed): each.results for each in runs if each.results},
+            "seeds": [folder.run.seed for folder in runs],
+            "spread": _compute_spreads([folder.results for folder in runs if folder.results]),
+            "runs": {str(folder.run.seed): folder.results for folder in runs if folder.results},
         }
         for name, runs in grouped.items()
     ]
-    defaults, reported = DEFAULT_METRICS[sweep.command], _reported(contestants)
-    # A curve is drawn along the first axis of the grid with several numbers.
-    numbers = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
+    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported(contestants)
+    # A curve is drawn over the first axis of the grid that has several numbers.
+    numeric_axes = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
     return {
         "title": sweep.title,
         "command": sweep.command,
         "metrics": sweep.metrics or [name for name in defaults if name in reported] or defaults[:1],
-        "curve": next(numbers, None),
+        "curve": next(numeric_axes, None),
         "contestants": contestants,
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return the table of means, with the range if there are several values, and warnings below it."""
-    metrics, contestants = found["metrics"], found["contestants"]
+def markdown(results: dict[str, Any]) -> str:
+    """Return a Markdown table of means, with ranges if there are several seeds, and warnings below the table."""
+    metrics, contestants = results["metrics"], results["contestants"]
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
     rows.append(["---"] * len(rows[0]))
-    for each in contestants:
-        cells = [_cell(each["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")]
-        rows.append([each["name"], *cells, f"{len(each['runs'])} of {len(each['seeds'])}"])
+    for contestant in contestants:
+        cells = [
+            _format_cell(contestant["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")
+        ]
+        rows.append([contestant["name"], *cells, f"{len(contestant['runs'])} of {len(contestant['seeds'])}"])
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-    note = f"`attn-variants {found['command']}`. Means over seeds, with the range if there are several."
-    return "\n\n".join([f"# {found['title']}", note, table, *_warnings(found)]) + "\n"
+    note = f"`attn-variants {results['command']}`. Means over seeds, with the range if there are several."
+    return "\n\n".join([f"# {results['title']}", note, table, *_iterate_warnings(results)]) + "\n"
 
 
-def _warnings(found: dict[str, Any]) -> Iterator[str]:
-    """Yield warnings about missing metrics, and about models that need more training."""
-    contestants, reported = found["contestants"], _reported(found["contestants"])
-    if reported and (missing := [name for name in found["metrics"] if name not in reported]):
+def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
+    """Yield warnings about missing metrics, and about models that need a longer training."""
+    contestants, reported = results["contestants"], _list_reported(results["contestants"])
+    if reported and (missing := [name for name in results["metrics"] if name not in reported]):
         yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
-    gates = {each["name"]: [run.get("gate_passed") for run in each["runs"].values()] for each in contestants}
-    if young := [name for name, passed in gates.items() if False in passed]:
+    gates = {entry["name"]: [run.get("gate_passed") for run in entry["runs"].values()] for entry in contestants}
+    if untrained := [name for name, passed in gates.items() if False in passed]:
         yield (
-            f"Not yet trained enough to compare attention: {', '.join(young)}. These models do not read their context "
+            f"Not trained enough to compare attention: {', '.join(untrained)}. These models do not use their context "
             "(`gate_passed` is false). Train them longer, or with a higher learning rate."
         )
 
 
-def draw_sweep(found: dict[str, Any]) -> Any:
-    """Draw the finished runs of a sweep (see `results.collect`), with one panel per metric."""
-    from matplotlib.figure import Figure  # takes half a second
+def draw_sweep(results: dict[str, Any]) -> Any:
+    """Return a figure of the finished runs of a sweep (see `collect`), with one panel per metric."""
+    from matplotlib.figure import Figure  # imported here, because it takes half a second
 
-    count, curve = len(found["metrics"]), found["curve"]
-    names = [each["name"].replace("$", r"\$") for each in found["contestants"]]  # it would begin a formula
+    count, curve = len(results["metrics"]), results["curve"]
+    # A dollar sign would begin a formula.
+    names = [contestant["name"].replace("$", r"\$") for contestant in results["contestants"]]
     figure = Figure(figsize=((5.2 if curve else max(4.0, 0.5 * len(names))) * count + 0.8, 4.4), layout="constrained")
-    figure.suptitle(found["title"].replace("$", r"\$"))
-    for axes, metric in zip(figure.subplots(1, count, squeeze=False)[0], found["metrics"], strict=True):
+    figure.suptitle(results["title"].replace("$", r"\$"))
+    for axes, metric in zip(figure.subplots(1, count, squeeze=False)[0], results["metrics"], strict=True):
         lines: dict[str, list[tuple[float, float, float, float]]] = {}
-        for row, each in enumerate(found["contestants"]):
-            spread, point = each["spread"].get(metric), each["point"]
-            if spread and curve and curve not in point:  # a reference: a line across, with its range
+        for row, contestant in enumerate(results["contestants"]):
+            spread, point = contestant["spread"].get(metric), contestant["point"]
+            if spread and curve and curve not in point:  # a reference is drawn as a horizontal line with its range
                 axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
                 axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
             elif spread:
                 others = [f"{axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
-                name = (
-                    ", ".join([each["variant"]] * bool(each["variant"]) + others).replace("$", r"\$") if curve else ""
-                )
+                variant = contestant["variant"]
+                name = ", ".join([variant] * bool(variant) + others).replace("$", r"\$") if curve else ""
                 ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
                 lines.setdefault(name, []).append((point[curve] if curve else row, spread["mean"], *ends))
         for i, (name, points) in enumerate(lines.items()):
             x, mean, *both_ends = zip(*sorted(points), strict=True)
-            style: Any = {"fmt": "o-" if curve else "o", "color": COLOURS[i % len(COLOURS)], "capsize": 3}
+            style: Any = {"fmt": "o-" if curve else "o", "color": COLORS[i % len(COLORS)], "capsize": 3}
             axes.errorbar(x, mean, both_ends, label=name or None, **style)
         if not curve:
             axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
@@ -227,8 +232,8 @@ def draw_sweep(found: dict[str, Any]) -> Any:
     return figure
 
 
-def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the mean, the range and, of several values, the sample deviation of each number."""
+def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the mean and the range of each number and, if there are several values, its sample deviation."""
     spreads = {}
     for name in dict.fromkeys(name for results in runs for name in results):
         values = [results[name] for results in runs if _is_number(results.get(name))]
@@ -239,11 +244,11 @@ def _spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return spreads
 
 
-def _reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for each in contestants for name in each["spread"]))
+def _list_reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for contestant in contestants for name in contestant["spread"]))
 
 
-def _cell(spread: dict[str, float] | None) -> str:
+def _format_cell(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ""
     values = [spread[name] for name in ("mean", "min", "max")]

@@ -1,12 +1,20 @@
-"""Training: each way of it has settings, a frozen dataclass, and a task or a function that takes them.
+"""Fine-tuning, uptraining and pretraining. Each has a settings dataclass, and a task or a function that uses it.
 
-The names below are imported when they are first used: settings alone import neither torch nor transformers.
+Names are imported at their first use, so that the settings can be imported without torch and Transformers.
+
+Example:
+    ```python
+    from hf_attn_variants.training import GlueFineTuning, GlueSettings, fine_tune
+
+    settings = GlueSettings(model_name_or_path="bert-gqa4", task_name="sst2", output_dir="out")
+    results = fine_tune(GlueFineTuning, settings)
+    ```
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
+_MODULES = {
     "ClassificationFineTuning": "classification.task",
     "ClassificationSettings": "classification.settings",
     "fine_tune": "engine.finetune",
@@ -48,13 +56,14 @@ __all__ = [
 ]
 
 
-def _found(name: str) -> Any:
-    if name not in _HOMES:
+def _import_name(name: str) -> Any:
+    """Import a public name from the module that defines it."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
-# A type checker that saw it would take any name for one that is here.
+# Type checkers do not see `__getattr__`, because with it they would accept any name.
 if TYPE_CHECKING:
     from .classification.settings import ClassificationSettings
     from .classification.task import ClassificationFineTuning
@@ -73,4 +82,4 @@ if TYPE_CHECKING:
     from .uptraining.settings import UptrainingSettings
     from .uptraining.task import Uptraining
 else:
-    __getattr__ = _found
+    __getattr__ = _import_name

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.serving")
-    for name in ("kept_maps", "quantize"):
-        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "LEAST_WEIGHTS", 1)
+    for name in ("packed_linear", "quantize"):
+        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "MIN_WEIGHTS", 1)
     options = [
         "--batch_size",
         "2",

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    for name in ("kept_maps", "quantize"):
-        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "LEAST_WEIGHTS", 1)
+    for name in ("packed_linear", "quantize"):
+        monkeypatch.setattr(importlib.import_module(f"hf_attn_variants.quantization.{name}"), "MIN_WEIGHTS", 1)
     return importlib.import_module("benchmarks.speed.transcription")
 
 

@@ -282,16 +282,16 @@ def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
     saved = table.upstream_kv_cache_bytes - table.current.kv_cache_bytes
     assert table.savings(table.current)["kv_cache_bytes"] == saved
     assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
-    assert "`share_memory` gives transformers' class the cache of MHA" in printed
+    assert "`share_memory` gives the class of Transformers the cache of MHA" in printed
     for memory, said in (
-        ("1KiB", f"alone ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
+        ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
         ("419KiB", "leave too"),
     ):
         assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0
         assert said in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path), *sizes, "4 gallons"])
-    assert "write a size as 4GiB" in capsys.readouterr().err
+    assert "the size must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag, field", [(["--num_beams", "4"], "num_beams"), (["--memory", "1GiB"], "memory")])
@@ -302,7 +302,7 @@ def test_beams_and_memory_are_of_a_cache(tmp_path, capsys, flag, field):
         config.save_pretrained(tmp_path)
         assert cli.main(["inspect", str(tmp_path), *flag]) == 2
         said = capsys.readouterr()
-        assert f"has no key/value cache, which `{field}` is of" in said.err and not said.out
+        assert f"`{field}` requires a key/value cache" in said.err and not said.out
         assert cli.main(["inspect", str(tmp_path)]) == 0
         capsys.readouterr()
 

@@ -78,7 +78,7 @@ def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
         timeout=120,
     )
     if own:
-        assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "stopped by Ctrl-C\n")
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "Stopped by Ctrl-C.\n")
     else:
         assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
 
@@ -103,7 +103,7 @@ def test_in_a_commands_work_it_is_one_line(capsys):
         raise KeyboardInterrupt
 
     assert run_script(interrupted) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+    assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
 def test_a_commands_work_can_be_unwound():
@@ -120,17 +120,17 @@ def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signals = StopSignals()
-        with signals.noticed():
+        with signals.watch():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             assert signals.number == signal.SIGINT
-            monkeypatch.setattr(checkpoints, "SAME_CTRL_C", -1.0)
+            monkeypatch.setattr(checkpoints, "CTRL_C_REPEAT_SECONDS", -1.0)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with StopSignals().noticed():
+        with StopSignals().watch():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capfd.readouterr().err.count("again to stop at once") == 1
+    assert capfd.readouterr().err.count("Press again to stop at once") == 1

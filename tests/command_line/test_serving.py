@@ -14,9 +14,9 @@ from relatives import RELATIVES, WHISPER
 from torch._dynamo.utils import counters
 
 from hf_attn_variants import cli
-from hf_attn_variants.serving import engines, measure
-from hf_attn_variants.serving.engines import Engine, Load, build_model, engines_of, random_inputs, torch_run
-from hf_attn_variants.serving.measure import ServingRow, ServingTable, advice, measure_serving
+from hf_attn_variants.serving import engines, measure, peak_memory
+from hf_attn_variants.serving.engines import Engine, Load, build_model, list_engines, make_torch_call, random_inputs
+from hf_attn_variants.serving.measure import ServingRow, ServingTable, measure_serving, recommend_engine
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 HEADS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "whisper": "WhisperForConditionalGeneration"}
@@ -33,7 +33,7 @@ def small_maps(monkeypatch):
     from hf_attn_variants.quantization import packed_linear, quantize
 
     for module in (packed_linear, quantize):
-        monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
+        monkeypatch.setattr(module, "MIN_WEIGHTS", 1)
 
 
 def config_of(architecture):
@@ -74,13 +74,13 @@ def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
 def test_engines_of_the_same_weights_write_the_same():
     config, load = config_of(T5), Load(2, 8, 5, 3)
     written = {}
-    for engine in engines_of(config, [], NO):
+    for engine in list_engines(config, [], NO):
         model, inputs = build_model(config, engine), random_inputs(config, load)
         assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
     assert all(each.shape == (2, 6) for each in written.values())  # no text ends by itself
-    torch_run(model, inputs, load)(2)
+    make_torch_call(model, inputs, load)(2)
 
 
 @pytest.mark.thorough
@@ -90,7 +90,7 @@ def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
     # As it is captured: no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
-    found = engines_of(config, [], NO, compiles=True)
+    found = list_engines(config, [], NO, compiles=True)
     assert [each.name for each in found if each.compiled] == [
         "transformers, compiled",
         "share_memory, compiled",
@@ -105,7 +105,7 @@ def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
         expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
         found = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
         assert torch.equal(found, expected), engine.name
-        torch_run(model, inputs, load, compiled=True)(5)
+        make_torch_call(model, inputs, load, compiled=True)(5)
         assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4, engine.name
         graphs += 1
     assert graphs == 4
@@ -125,13 +125,13 @@ def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
     """Greedily; its own results are read, which timing throws away."""
     import ctranslate2
 
-    from hf_attn_variants.serving.engines import write_folder
+    from hf_attn_variants.serving.engines import write_ctranslate2_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
-    [engine] = [each for each in engines_of(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
+    [engine] = [each for each in list_engines(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
     model, inputs = build_model(config, engine), random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
-    exported = write_folder(config, model, inputs, tmp_path, False)
+    exported = write_ctranslate2_folder(config, model, inputs, tmp_path, False)
     rows = [[f"<{number}>" for number in row] for row in exported.inputs]
     translator = ctranslate2.Translator(str(tmp_path))
     results = translator.translate_batch(rows, beam_size=1, min_decoding_length=5, max_decoding_length=5)
@@ -169,19 +169,17 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
     printed = capsys.readouterr().out
-    assert "Without int8: This T5ForConditionalGeneration has no linear layer of" in " ".join(printed.split())
+    assert "int8 is left out: T5ForConditionalGeneration has no linear layer" in " ".join(printed.split())
     assert "share_memory" in printed
 
 
 @pytest.mark.thorough
 def test_an_engine_that_fails_alone_is_an_error():
-    if not measure.CLEAR.exists():
+    if not peak_memory.CLEAR.exists():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
-    with pytest.raises(
-        ValueError, match=r"transformers failed in a process of its own \(status 1\).*attn_variant_bart"
-    ):
-        measure.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+    with pytest.raises(ValueError, match=r"The process of transformers failed \(status 1\).*attn_variant_bart"):
+        peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
 def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypatch, capsys):
@@ -190,24 +188,24 @@ def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypat
     class Killed:
         returncode, stderr = -9, "cut off"
 
-    if not measure.CLEAR.exists():
+    if not peak_memory.CLEAR.exists():
         pytest.skip("this system says no peak")
     platform.processor()  # it starts a program once
-    monkeypatch.setattr(measure.subprocess, "run", lambda *args, **kwargs: Killed())
+    monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for name in ("transformers", "share_memory"):
-        why = f"{name} failed in a process of its own (status -9): it was killed, most likely for want of memory"
-        assert f"No peak memory of {name}: {why}" in printed
-    assert "Take for batch 1" in printed and "tokens/s" in printed
+        why = f"The process of {name} failed (status -9): it was killed, probably because of a lack of memory"
+        assert f"The peak memory of {name} is missing: {why}" in printed
+    assert "Recommended for batch 1" in printed and "tokens/s" in printed
 
 
 def test_no_engine_always_follows_the_same_one():
     order = []
     runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
-    measure._timed(runs, Load(1, 1, None, 1), rounds=4)
+    measure._time_engines(runs, Load(1, 1, None, 1), rounds=4)
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
     pairs = {pair for each in rounds for pair in itertools.pairwise(each)}
@@ -249,7 +247,7 @@ def test_other_conversions_are_timed_too(tmp_path, capsys):
     for wrong, message in (
         (['{"kv_lora": 3}'], "kv_lora"),
         (['{"num_key_value_heads": 5}'], "must divide"),
-        (['{"kv_lora_rank": 4}'] * 2, "two of the models to time are MHA + latent 4: leave one out"),
+        (['{"kv_lora_rank": 4}'] * 2, "must be different, got MHA + latent 4 twice"),
     ):
         assert cli.main([*flags, *wrong]) == 2
         printed = capsys.readouterr()
@@ -259,10 +257,10 @@ def test_other_conversions_are_timed_too(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--serving", "--variants", "3"], "an object is needed"),
-        (["--serving", "--variants", "{}"], "an object is needed"),
+        (["--serving", "--variants", "3"], "must be a JSON object"),
+        (["--serving", "--variants", "{}"], "must be a JSON object"),
         (["--serving", "--variants", "{"], "not JSON"),
-        (["--variants", '{"kv_lora_rank": 4}'], "--variants is for --serving"),
+        (["--variants", '{"kv_lora_rank": 4}'], "--variants requires --serving"),
     ],
 )
 def test_what_is_no_conversion_is_refused(flags, message, capsys):
@@ -279,12 +277,12 @@ def test_engines_that_are_named_are_timed_alone(tmp_path, capsys):
     cli.main(["benchmark", str(tmp_path), "--serving", "--length", "8", *flags, *chosen])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["engine"]["name"] for row in rows] == ["transformers", "int8", "share_memory, int8"]
-    with pytest.raises(ValueError, match=r"no engine is called 'int4'; there are: transformers; share_memory; int8; "):
+    with pytest.raises(ValueError, match=r"must be some of transformers; share_memory; int8; "):
         measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
 
 
 def test_an_engine_that_is_named_and_not_here_says_why(monkeypatch):
-    monkeypatch.setattr(measure, "why_not", lambda config, fields=None: "CTranslate2 is not installed")
+    monkeypatch.setattr(measure, "ctranslate2_problem", lambda config, fields=None: "CTranslate2 is not installed")
     with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
         measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
     assert not measure_serving(config_of(T5), length=8, engines=["share_memory"], **SMALL).left_out
@@ -301,7 +299,7 @@ def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
     assert "batch 2, length 8, 3 new tokens, 2 beams" in lines[0] and any(
         line.startswith("MQA, int8") for line in lines
     )
-    assert lines[-1].startswith("Take for batch 2, length 8, 3 new tokens (2 beams), this machine: ")
+    assert lines[-1].startswith("Recommended for batch 2, length 8, 3 new tokens (2 beams), this machine: ")
     assert any("CTranslate2" in line for line in lines)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -331,33 +329,34 @@ def table_of(peaks=None, rounds=None, **milliseconds):
     [
         (
             {"transformers": 100, "share": 98, "int8": 96},
-            "transformers (1.00 times transformers), which differs by no more than the rounds do from "
-            "share_memory (1.02), int8 (1.04).",
+            "transformers (1.00 times transformers), which is as fast as share_memory (1.02), int8 (1.04) "
+            "within the variation of the rounds.",
         ),
         (
             {"transformers": 100, "share": 50, "int8": 49},
-            "share_memory (2.00 times transformers), which differs by no more than the rounds do from int8 (2.04).",
+            "share_memory (2.00 times transformers), which is as fast as int8 (2.04) "
+            "within the variation of the rounds.",
         ),
         (
             {"transformers": 100, "share": 80, "int8": 50},
-            "int8 (2.00 times transformers); share_memory (1.25) where numbers must stay float32's.",
+            "int8 (2.00 times transformers); share_memory (1.25) if float32 is required.",
         ),
         ({"transformers": 100, "share": 100, "int8": 50}, "int8 (2.00 times transformers)."),
         (
             {"transformers": 100, "share": 80, "int8": 50, "ct2": 40, "ct2_int8": 25},
-            "CTranslate2, int8 (4.00 times transformers); CTranslate2 (2.50) where numbers must stay float32's; "
-            "int8 (2.00) within transformers.",
+            "CTranslate2, int8 (4.00 times transformers); CTranslate2 (2.50) if float32 is required; "
+            "int8 (2.00) within Transformers.",
         ),
         (
             {"transformers": 100, "share": 80, "mqa": 60},
-            "share_memory (1.25 times transformers); MQA (1.67) after a conversion whose quality is checked.",
+            "share_memory (1.25 times transformers); MQA (1.67) after a conversion, whose quality you check.",
         ),
         ({"transformers": 100, "share": 62, "mqa": 60}, "share_memory (1.61 times transformers)."),
     ],
 )
 def test_the_advice(times, said):
-    where = "Take for batch 1, length 64, 32 new tokens (greedy), this machine: "
-    assert advice(table_of(**times)) == where + said
+    where = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
+    assert recommend_engine(table_of(**times)) == where + said
 
 
 def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
@@ -366,31 +365,31 @@ def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
     said = {}
     for share, int8 in ((700, 300), (300, 700), (300, 290)):
         peaks = {"transformers": 900, "share": share, "int8": int8}
-        said[share, int8] = advice(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
+        said[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
     assert said[700, 300] == (
-        "int8 (1.45 times transformers, 300 MiB), which differs by no more than the rounds do from share_memory "
-        "(1.34, 700 MiB); share_memory (1.34) where numbers must stay float32's."
+        "int8 (1.45 times transformers, 300 MiB), which is as fast as share_memory (1.34, 700 MiB) "
+        "within the variation of the rounds; share_memory (1.34) if float32 is required."
     )
-    assert said[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which differs by no more")
-    assert said[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which differs by no more")
+    assert said[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
+    assert said[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     apart = rounds | {"share": [101] * 4, "int8": [93] * 4}
-    assert advice(table_of(None, apart, **times)).partition("this machine: ")[2] == (
-        "int8 (1.45 times transformers); share_memory (1.34) where numbers must stay float32's."
+    assert recommend_engine(table_of(None, apart, **times)).partition("this machine: ")[2] == (
+        "int8 (1.45 times transformers); share_memory (1.34) if float32 is required."
     )
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--serving", "--attention_window", "4"], "--attention_window is not timed with --serving"),
-        (["--serving", "--no_latents"], "--no_latents is not timed with --serving"),
-        (["--serving", "--dtype", "bfloat16"], "leave --dtype and --device out"),
-        (["--serving", "--device", "cuda"], "leave --dtype and --device out"),
-        (["--plot", "a.png"], "--plot is for --serving"),
-        (["--no_peak_memory"], "--no_peak_memory is for --serving"),
-        (["--compile"], "--compile is for --serving"),
-        (["--engines", "int8"], "--engines is for --serving"),
-        (["--serving", "--plot", "no_folder/a.png"], "in a folder that is there; got no_folder/a.png"),
+        (["--serving", "--attention_window", "4"], "--attention_window cannot be combined with --serving"),
+        (["--serving", "--no_latents"], "--no_latents cannot be combined with --serving"),
+        (["--serving", "--dtype", "bfloat16"], "Leave --dtype and --device out"),
+        (["--serving", "--device", "cuda"], "Leave --dtype and --device out"),
+        (["--plot", "a.png"], "--plot requires --serving"),
+        (["--no_peak_memory"], "--no_peak_memory requires --serving"),
+        (["--compile"], "--compile requires --serving"),
+        (["--engines", "int8"], "--engines requires --serving"),
+        (["--serving", "--plot", "no_folder/a.png"], "in an existing folder, got no_folder/a.png"),
     ],
 )
 def test_flags_of_the_other_question(flags, message, capsys):
@@ -401,12 +400,12 @@ def test_flags_of_the_other_question(flags, message, capsys):
 
 @needs_ctranslate2
 def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
-    from hf_attn_variants.serving.engines import write_folder
+    from hf_attn_variants.serving.engines import write_ctranslate2_folder
 
     config = config_of(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))
-    with pytest.raises(ValueError, match=r"config\.json has no `decoder_start_token_id`"):
-        write_folder(config, model, random_inputs(config, Load(1, 8, 2, 1)), tmp_path, False)
+    with pytest.raises(ValueError, match=r"config\.json must contain `decoder_start_token_id`"):
+        write_ctranslate2_folder(config, model, random_inputs(config, Load(1, 8, 2, 1)), tmp_path, False)
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, monkeypatch):
@@ -414,20 +413,20 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, m
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "somewhere", "--serving", "--plot", "a.png"])
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert "--plot requires matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rounds": 0}, "`rounds` must be at least 1; got 0"),
-        ({"num_beams": 2}, "`num_beams` is for encoder-decoders"),
+        ({"rounds": 0}, "`rounds` must be at least 1"),
+        ({"num_beams": 2}, "`num_beams`"),
         ({"kv_heads": [5], "length": 8}, "must divide"),
-        ({"length": 10**6}, "the model has"),
+        ({"length": 10**6}, "`length`"),
     ],
 )
 def test_numbers_that_do_not_fit(options, message, monkeypatch):
-    monkeypatch.setattr(measure, "_timed", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
 
@@ -436,4 +435,4 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("hf_attn_variants.commands.benchmark.shutil.which", lambda name: None)
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "t5-small", "--serving", "--compile"])
-    assert "--compile needs a C++ compiler" in capsys.readouterr().err
+    assert "--compile requires a C++ compiler" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fixtures.glue.tiny_bert import make_tiny_bert
 
-from hf_attn_variants.cli import COMMANDS, SERVING, TRAIN
+from hf_attn_variants.cli import COMMANDS, TRAIN_PACKAGES, WITHOUT_EXTRA
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -106,7 +106,7 @@ def test_all_but_training_works_without_extras(serving, tmp_path):
 @pytest.mark.thorough
 def test_other_commands_name_their_extra(serving):
     """One process asks for all: none of them imports what another one could find."""
-    commands = sorted(set(COMMANDS) - set(SERVING))
+    commands = sorted(set(COMMANDS) - set(WITHOUT_EXTRA))
     done = run(serving, "-c", ASK, *commands)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -119,7 +119,7 @@ def test_other_commands_name_their_extra(serving):
 def test_setup_cfg_has_what_the_check_asks_for():
     parser = settings()
     extras = parser["options.extras_require"]
-    assert names_of(extras["train"]) == {*TRAIN.values(), "seqeval", "tensorboard"}  # `ner` checks for seqeval itself
+    assert names_of(extras["train"]) == {*TRAIN_PACKAGES.values(), "seqeval", "tensorboard"}
     for name in ("seq2seq", "uptraining", "ner", "demo", "test"):
         assert "hf_attn_variants" in names_of(extras[name])
     assert not names_of(extras["train"]) & names_of(parser["options"]["install_requires"])

@@ -45,7 +45,7 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
 @pytest.mark.parametrize("head", ["BertModel", "BertLMHeadModel"])
 def test_models_that_do_not_generate_from_an_encoder_are_not_timed(head):
     config = BERT.config().to_dict() | {"architectures": [head]}
-    with pytest.raises(ValueError, match="times the decoding of encoder-decoders"):
+    with pytest.raises(ValueError, match="encoder-decoder"):
         measure_speed(config, length=8)
 
 
@@ -57,7 +57,7 @@ def test_whisper_reads_its_window():
     table = measure_speed(config, **small)
     assert (table.length, table.architecture) == (20, f"AttnVariant{head}")
     assert [row.name for row in table.rows][:2] == ["upstream", "MHA"]
-    with pytest.raises(ValueError, match="`length` is 21; the model has 20 positions"):
+    with pytest.raises(ValueError, match=r"`length` must be at most 20.* got 21"):
         measure_speed(config, length=21, **small)
 
 
@@ -79,7 +79,7 @@ def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsy
     assert (table["break_even"]["exact"], table["break_even"]["multi_head"]) == (names[0], "MHA")
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]) == 0
     printed = capsys.readouterr().out
-    assert "latent" not in printed and "ms a further one" in printed
+    assert "latent" not in printed and "ms per further token" in printed
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def without(argument):
             T5,
             "T5ForConditionalGeneration",
             cache_name(),
-            "T5ForConditionalGeneration of the same weights decode differ",
+            "T5ForConditionalGeneration with the same weights decode differ",
         ),
-        (T5, "T5ForConditionalGeneration", "attention_mask", "of the same weights decode differently"),
-        (MARIAN, "MarianMTModel", cache_name(), "MarianMTModel of the same weights decode differently"),
-        (WHISPER, "WhisperForConditionalGeneration", cache_name(), "of the same weights decode differently"),
+        (T5, "T5ForConditionalGeneration", "attention_mask", "with the same weights decode differently"),
+        (MARIAN, "MarianMTModel", cache_name(), "MarianMTModel with the same weights decode differently"),
+        (WHISPER, "WhisperForConditionalGeneration", cache_name(), "with the same weights decode differently"),
     ],
 )
 def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, message, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, 
     model = getattr(hf_attn_variants, f"AttnVariant{head}")
     monkeypatch.setattr(model, "forward", without(argument)(model.forward))
     config = row.upstream_model(head).config.to_dict() | {"architectures": [head]}
-    with pytest.raises(ValueError, match=f"{message}.* apart: nothing is timed"):
+    with pytest.raises(ValueError, match=rf"{message}.*Nothing was timed"):
         measure_speed(config, length=8, batch_size=2, rounds=1, talking_heads=False, latents=False)
 
 
@@ -180,7 +180,7 @@ def test_a_variant_that_loses_its_cache_is_not_timed(monkeypatch):
     options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
     assert measure_speed(config, **options).rows
     monkeypatch.setattr(model, "forward", without(cache_name())(model.forward))
-    with pytest.raises(ValueError, match="MHA decodes differently through its cache and without one"):
+    with pytest.raises(ValueError, match="MHA decodes differently"):
         measure_speed(config, **options)
 
 
@@ -208,15 +208,15 @@ def test_windows_and_kernels_of_the_decoder_are_timed():
 
 def test_a_device_that_is_not_here():
     for device in ("xpu", "meta", "nonsense"):
-        with pytest.raises(ValueError, match=f"the device '{device}' is not here"):
+        with pytest.raises(ValueError, match=rf"`device`.*{device}"):
             measure_speed(T5.upstream_model("T5ForConditionalGeneration").config.to_dict(), length=8, device=device)
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rounds": 0}, "`rounds` must be at least 1; got 0"),
-        ({"num_beams": 0}, "`num_beams` must be at least 1; got 0"),
+        ({"rounds": 0}, "`rounds` must be at least 1, got 0"),
+        ({"num_beams": 0}, "`num_beams` must be at least 1, got 0"),
         ({"kv_heads": [5], "length": 8}, "must divide"),
     ],
 )

@@ -292,7 +292,7 @@ def test_a_method_that_is_used_again_looks_at_the_new_model():
 def test_a_method_keeps_nothing_of_a_text():
     method, model = Calibrated(), bert()
     convert_model(model, 2, method, calibration=calibration())
-    with pytest.raises(ValueError, match="'calibrated' needs text.*`calibration`"):
+    with pytest.raises(ValueError, match=r"'calibrated' needs text.*`calibration`"):
         convert_model(model, 2, method)
 
 
@@ -314,7 +314,7 @@ def test_how_a_t5_generates_for_its_users_does_not_matter():
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     bert().save_pretrained(tmp_path / "source")
-    with pytest.raises(FileNotFoundError, match="has no tokenizer files.*`Calibration"):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer files.*`Calibration"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
 
 
@@ -335,7 +335,7 @@ def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held)
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="`texts` .*must not be empty"):
+    with pytest.raises(ValueError, match=r"`texts` .*must not be empty"):
         Calibration([])
     with pytest.raises(ValueError, match="needs text"):
         convert_model(bert(), 2, "calibrated")

@@ -120,7 +120,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         nowhere = transformers.BertModel(transformers.BertConfig(**BERT.tiny))
     with pytest.raises(ValueError, match="must be in memory"):
         convert(nowhere, 4)
-    with pytest.raises(ValueError, match="`model` must be .* got Linear"):
+    with pytest.raises(ValueError, match=r"`model` must be .* got Linear"):
         convert(torch.nn.Linear(3, 3), 1)
     # As `add_adapter` does, which of transformers 5.24 wants a peft newer than 0.21.
     adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["query"]), BERT.upstream_model("BertModel"))

@@ -70,7 +70,7 @@ def test_targets_are_written_in_the_language_asked_for(tmp_path, monkeypatch):
     plain = GenerationMixin.generate
     monkeypatch.setattr(GenerationMixin, "generate", generate)
     text = {"tokenizer": tokenizer, "fit_steps": 0, "max_length": 12}
-    with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
+    with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
         convert(model, 2, calibration=Calibration(lines_of_words(200), **text))
     source, target = LANGUAGES["m2m_100"]
     convert(model, 2, calibration=Calibration(lines_of_words(200), **text, source_lang=source, target_lang=target))

@@ -172,7 +172,7 @@ def test_every_encoder(architecture):
     [
         (bert, {"keep_matching_layers": 0}, "`keep_matching_layers` must be .* got 0"),
         (bert, {"keep_matching_layers": True}, "`keep_matching_layers` must be .* got True"),
-        (bert, {"keep_matching_layers": 2}, "\(2\), got 2"),
+        (bert, {"keep_matching_layers": 2}, r"\(2\), got 2"),
         (bert, {"keep_matching_layers": 1, "calibration": None}, "`keep_matching_layers` needs text"),
         (bert, {"num_key_value_heads": None, "keep_matching_layers": 1}, "nothing to convert"),
         (

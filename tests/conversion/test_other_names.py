@@ -95,7 +95,7 @@ def test_an_untied_t5_stays_untied(tmp_path):
 def test_a_class_of_another_architecture_is_named(tmp_path, edit_config):
     transformers.T5Model(transformers.T5Config(**TINY)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=["BertModel"])
-    with pytest.raises(ValueError, match="`model_type` 't5' .* BertModel"):
+    with pytest.raises(ValueError, match=r"`model_type` 't5' .* BertModel"):
         convert(tmp_path, 2)
 
 

@@ -27,9 +27,9 @@ def test_the_output_must_be_new_or_empty(make_source, tmp_path):
         convert_checkpoint(source, tmp_path / "full", 4)
     with pytest.raises(NotADirectoryError, match="is a file"):
         convert_checkpoint(source, tmp_path / "full" / "mine", 4)
-    with pytest.raises(NotADirectoryError, match="which is a file"):
+    with pytest.raises(NotADirectoryError, match="is a file"):
         convert_checkpoint(source, tmp_path / "full" / "mine" / "deeper", 4)
-    with pytest.raises(ValueError, match="lies inside the source"):
+    with pytest.raises(ValueError, match="must not be inside"):
         convert_checkpoint(source, source / "inside", 4)
     (tmp_path / "empty").mkdir()
     convert_checkpoint(source, tmp_path / "empty", 4)
@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_writable(make_source, tmp_path):
 def test_a_full_disk_is_noticed_before_any_work(make_source, tmp_path, monkeypatch):
     source = make_source()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(OSError, match="not enough disk space"):
+    with pytest.raises(OSError, match="MiB of disk space"):
         convert_checkpoint(source, tmp_path / "out", 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -79,7 +79,7 @@ def test_no_passage_to_fit_to_has_held_out_text():
 
 
 def test_passages_where_they_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="`passages` .* AttnVariantT5ForConditionalGeneration"):
+    with pytest.raises(ValueError, match=r"`passages` .* AttnVariantT5ForConditionalGeneration"):
         convert_model(t5(), 2, calibration=calibration(passages=True))
     with pytest.raises(ValueError, match="`passages` must only be True for single texts"):
         calibration(passages=True, target_texts=text())

@@ -344,7 +344,7 @@ def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
 
 
 def test_strict_needs_something_to_measure_on(tmp_path):
-    with pytest.raises(ValueError, match="`strict` .*`calibration`"):
+    with pytest.raises(ValueError, match=r"`strict` .*`calibration`"):
         convert(bert(), 2, method="mean", strict=True)
 
 
@@ -395,4 +395,4 @@ def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
     assert "off on held-out" not in said.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2
-    assert "--quick is of a calibration" in capsys.readouterr().err
+    assert "--quick requires a calibration" in capsys.readouterr().err

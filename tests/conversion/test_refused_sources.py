@@ -75,11 +75,11 @@ def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are bert"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported. Use one of bert"),
         ({"model_type": None}, "must contain `model_type`"),
         (
             {"architectures": ["BertForEverything"]},
-            "'BertForEverything' is not supported; supported are transformers' AlbertForMaskedLM",
+            "'BertForEverything' is not supported. Use one of AlbertForMaskedLM",
         ),
         ({"num_attention_heads": 7}, "must divide `hidden_size`"),
         ({"num_attention_heads": 8, "hidden_size": 96}, r"got \[48, 48\]"),
@@ -166,7 +166,7 @@ def test_a_missing_architecture_means_the_base_model(make_source, edit_config, t
 def test_a_config_that_is_none(make_source, tmp_path, content):
     source = make_source()
     (source / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json (is not JSON|must contain `model_type`)"):
+    with pytest.raises(ValueError, match=r"config\.json (must be a JSON file|must contain `model_type`)"):
         convert_checkpoint(source, tmp_path / "out", 4)
     (source / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"must contain config\.json"):

@@ -28,7 +28,7 @@ def test_padding_does_not_count():
 
 
 def test_a_score_needs_pairs():
-    with pytest.raises(ValueError, match="got 1 pairs, 2 scores"):
+    with pytest.raises(ValueError, match=r"`scores`.*1 pairs and 2 scores"):
         similarity_spearman(None, None, [("a", "b")], [1.0, 2.0])
 
 

@@ -150,9 +150,7 @@ def test_stacks_of_unequal_heads_can_have_them_in_one_place():
 
 def test_plain_form_is_refused_by_the_place(tmp_path):
     T5.model(HEAD, cross_talking_heads="both").save_pretrained(tmp_path / "ours")
-    with pytest.raises(
-        ValueError, match=r"talking heads \(`cross_talking_heads` is 'both'\) have no form in upstream's"
-    ):
+    with pytest.raises(ValueError, match="`cross_talking_heads` is 'both'"):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
 
 

@@ -112,7 +112,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
-    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

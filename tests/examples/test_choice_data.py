@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import Record
+from hf_attn_variants.training.engine.tables import TableRow
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_columns_are_numbered(load):
 
 def rows_with(answers, choices):
     pairs = enumerate(zip(answers, choices, strict=True))
-    return [Row(Record("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs]
+    return [Row(TableRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_training_rows_decide_for_all(load):
         ({"choices": ["x", " "]}, "choices must have at least 2 choices"),
         ({"choices": ["x", 3]}, "choices must have at least 2 choices"),
         ({"choices": "x or y"}, "choices must have at least 2 choices"),
-        ({"context": 5}, "column 'context'"),
+        ({"context": 5}, "Column 'context'"),
     ],
 )
 def test_a_bad_row_is_named(load, change, message):
@@ -212,7 +212,7 @@ def test_a_bad_row_is_named(load, change, message):
 def test_answers_of_some_test_rows_are_not_dropped(load):
     row = {"context": "c", "choices": ["x", "y"]}
     known = [row | {"answer": answer} for answer in "AB"]
-    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', and .*row 2 has it"):
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has it"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
     named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
     found = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")

@@ -162,7 +162,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run):
     resumed, other = run(*flags, *checkpoint, out="resumed")
     assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"cannot resume exactly from .*answer_format"):
+    with pytest.raises(ValueError, match=r"resume exactly from .*answer_format"):
         run(*flags, *checkpoint, "--answer_format", "letter", out="third")
 
 
@@ -193,7 +193,7 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
     assert results["steps"] == 1
     assert AutoModelForMultipleChoice.from_pretrained(out).config.problem_type is None
     with pytest.raises(
-        ValueError, match=r"needs a model that was trained to choose; .* saved as BertForSequenceClass"
+        ValueError, match=r"needs a model that was trained to choose, .* saved as BertForSequenceClass"
     ):
         run("--num_train_epochs", 0, model=tmp_path / "classifier", out="no")
     with pytest.raises(ValueError, match="--max_length 65 is too long"):

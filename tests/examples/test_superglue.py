@@ -158,7 +158,10 @@ def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
     ("flags", "message"),
     [
         (["--task_name", "AX-g"], "--task_name must be one of boolq, .*, got 'AX-g'"),
-        (["--task_name", "cb", "--metric_for_best_model", "f1"], "there are loss, accuracy, f1_macro, combined_score"),
+        (
+            ["--task_name", "cb", "--metric_for_best_model", "f1"],
+            "must be one of loss, accuracy, f1_macro, combined_score",
+        ),
     ],
 )
 def test_bad_flags_are_refused(flags, message):

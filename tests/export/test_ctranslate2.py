@@ -26,7 +26,7 @@ import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.commands.export import QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
-from hf_attn_variants.export.ctranslate2_check import check_has_form, model_tokens
+from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, model_tokens
 from hf_attn_variants.export.plain import source_model
 from hf_attn_variants.languages import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
@@ -168,7 +168,7 @@ def test_languages_begin_what_is_written(kind, tmp_path):
     model = row.upstream_model(WRITERS[row.name], vocab_size=len(tokenizer) + 3)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     start = set_languages(tokenizer, model.config, source, target)
-    start.give(model)
+    start.apply_to(model)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     written = export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
@@ -207,7 +207,7 @@ def test_a_whisper_transcribes_the_same(heads, tmp_path, capsys):
     assert config["suppress_ids_begin"] == [7, 8] and config["suppress_ids"][:2] == [5, 6]
     # The printed lines ask AutoProcessor, which finds a Whisper's name in this test's folder.
     assert json.loads((tmp_path / "ct2/preprocessor_config.json").read_text())["processor_class"] == "WhisperProcessor"
-    run_usage(printed.partition("It is used so:\n")[2])
+    run_usage(printed.partition("Use it as follows:\n")[2])
     import ctranslate2
 
     model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
@@ -251,21 +251,21 @@ def test_generation_settings_are_in_the_printed_lines_or_named(tmp_path, capsys)
         "length_penalty=0.8",
         "suppress_sequences=[['w4', 'w5']]",
         "target_prefix=[['w17']]",
-        "not said to CTranslate2     encoder_no_repeat_ngram_size=3",
+        "settings not exported       encoder_no_repeat_ngram_size=3",
     ):
         assert option in printed, option
-    run_usage(printed.partition("It is used so:\n")[2])
-    assert printed.index("read back") < printed.index("It is used so")
+    run_usage(printed.partition("Use it as follows:\n")[2])
+    assert printed.index("comparison") < printed.index("Use it as follows")
 
 
 HEARD = [
-    ({}, ["beam_size=1", "'<|en|>', '<|transcribe|>'", "# <|en|>: say which language is spoken"]),
+    ({}, ["beam_size=1", "'<|en|>', '<|transcribe|>'", "# replace <|en|> by the spoken language"]),
     ({"language": "german", "num_beams": 3, "max_new_tokens": 6}, ["beam_size=3", "'<|de|>'", "max_length=12)"]),
     ({"language": "de", "max_length": 10, "length_penalty": 0.5}, ["length_penalty=0.5", "max_length=12)"]),
     ({"forced_decoder_ids": [[1, 31], [2, 32]]}, ["'<|startoftranscript|>', '<|de|>', '<|transcribe|>'"]),
     (
         {"task": "transcribe", "no_repeat_ngram_size": 2, "bad_words_ids": [[4, 5]], "return_timestamps": True},
-        ["no_repeat_ngram_size=2", "not said to CTranslate2", "bad_words_ids=[[4, 5]]", "return_timestamps=True"],
+        ["no_repeat_ngram_size=2", "settings not exported", "bad_words_ids=[[4, 5]]", "return_timestamps=True"],
     ),
 ]
 
@@ -280,10 +280,10 @@ def test_a_whispers_settings_are_in_the_printed_lines_or_named(settings, said, t
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     assert not [each for each in said if each not in printed], printed
-    assert ("# <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
+    assert ("# replace <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
     unsaid = {"bad_words_ids", "return_timestamps"} & settings.keys()
-    assert ("not said to CTranslate2" in printed) == bool(unsaid)
-    run_usage(printed.partition("It is used so:\n")[2])
+    assert ("settings not exported" in printed) == bool(unsaid)
+    run_usage(printed.partition("Use it as follows:\n")[2])
 
 
 @needs_engine
@@ -324,13 +324,10 @@ def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path)
     found, said = written.agreement, " ".join(written.summary().split())
     tokens = f"{found.same_tokens} of {found.tokens}"
     if quantization == "float32":
-        assert f"read back {tokens} greedy tokens of 4 inputs are the model's" in said and "rounds" not in said
+        assert f"comparison {tokens} greedy tokens for 4 inputs" in said and "rounds" not in said
         return
-    assert f"read back {found.same} of 4 greedy outputs are the model's; before the first" in said
-    assert (
-        f"token come {tokens} {quantization} rounds, so some differ" in said
-        and "check the quality on your own data" in said
-    )
+    assert f"comparison {found.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in said
+    assert f"{quantization} rounds" in said and "check the quality on your own data" in said
 
 
 @needs_engine
@@ -363,7 +360,7 @@ def table_fields():
     """Each field of the table that Transformers has no form of, with its prefix, in an encoder-decoder."""
     known = T5.config_class.variant_fields()
     for row in FIELDS:
-        if row.unknown_upstream:
+        if "not_in_transformers" in row.facts:
             yield from ((name, row) for name in row.names if name in known)
 
 
@@ -371,11 +368,11 @@ def table_fields():
 def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
-    check_has_form(model_class, config)
+    check_ctranslate2_support(model_class, config)
     other = {int: 7, str: "another", bool: True, list: ["x2l"]}[row.kind]
     setattr(config, name, other)
     with pytest.raises(ValueError, match=f"`{name}`"):
-        check_has_form(model_class, config)
+        check_ctranslate2_support(model_class, config)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +403,7 @@ def test_what_has_no_form_is_refused_before_weights_are_read(row, head, fields, 
     config.architectures = [head]
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_has_form(*source_model(json.loads((tmp_path / "config.json").read_text())))
+        check_ctranslate2_support(*source_model(json.loads((tmp_path / "config.json").read_text())))
 
 
 def test_tokens_are_named_once_each(caplog):
@@ -425,7 +422,7 @@ def test_tokens_are_named_once_each(caplog):
     ]
     config.vocab_size = 50
     assert len(model_tokens(tokenizer, config, generation).vocabulary) == 50
-    assert "the model has 50 tokens: the tokenizer's 8 others are left out" in caplog.text
+    assert "50 tokens. 8 further tokens" in caplog.text
     with pytest.raises(ValueError, match="`eos_token_id`"):
         model_tokens(tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3]))
     with pytest.raises(ValueError, match="`decoder_start_token_id`"):
@@ -443,7 +440,7 @@ def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, 
         importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else found(name, *rest)
     )
     assert cli.main(command) == 2
-    assert "needs ctranslate2: `pip install ctranslate2`" in capsys.readouterr().err
+    assert "`pip install ctranslate2`" in capsys.readouterr().err
 
 
 @needs_engine

@@ -31,7 +31,7 @@ DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 
 def test_an_old_torch_is_refused_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_attn_variants.export.onnx.LEAST_TORCH", "99.0")
+    monkeypatch.setattr("hf_attn_variants.export.onnx.MIN_TORCH_VERSION", "99.0")
     with pytest.raises(ValueError, match=r"torch 99\.0"):
         export_onnx(tmp_path / "nothing", tmp_path / "out")
 
@@ -223,17 +223,17 @@ def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, m
         importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest)
     )
     assert cli.main(command) == 2
-    assert "needs onnxscript and onnxruntime: `pip install onnxscript onnxruntime`" in capsys.readouterr().err
+    assert "`pip install onnxscript onnxruntime`" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 def test_a_graph_that_disagrees_is_an_error(tmp_path):
     """The file holds what another model computes."""
-    from hf_attn_variants.export.onnx import _largest_difference, _write
+    from hf_attn_variants.export.onnx import _largest_difference, _write_graph
 
     model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
     [graph], [wrong] = model_graphs(model), model_graphs(other)
-    _write(graph, 18, tmp_path / "model.onnx")
+    _write_graph(graph, 18, tmp_path / "model.onnx")
     with torch.no_grad():
         assert _largest_difference(graph, tmp_path / "model.onnx") < 1e-4
         with pytest.raises(ValueError, match="last_hidden_state"):

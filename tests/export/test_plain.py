@@ -144,13 +144,13 @@ def test_shards_stay_and_half_precision_is_told_of(tmp_path, caplog):
     model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
     with caplog.at_level(logging.WARNING):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
-    assert "`kv_lora_rank`: maps multiplied in bfloat16 lose digits" in caplog.text
+    assert "`kv_lora_rank`: multiplying latent projections in bfloat16" in caplog.text
     names = [sorted(path.name for path in (tmp_path / folder).glob("*.safetensors")) for folder in ("ours", "plain")]
     assert names[0] == names[1] and len(names[0]) > 1
     assert (tmp_path / "plain/model.safetensors.index.json").is_file()
     caplog.clear()
     export_transformers(tmp_path / "ours", tmp_path / "wide", dtype="float32")
-    assert "lose digits" not in caplog.text
+    assert "loses precision" not in caplog.text
     with safe_open(next((tmp_path / "wide").glob("*.safetensors")), "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}
     plain = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "wide").eval()
@@ -170,7 +170,7 @@ def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
         cli.main(["export", str(tmp_path / "ours"), "--to", "transformers", "--output_dir", str(tmp_path / "p")]) == 0
     )
     printed = capsys.readouterr().out
-    assert "a BertForSequenceClassification that needs no remote code" in printed and "4 -> 12" in printed
+    assert "a BertForSequenceClassification that does not need remote code" in printed and "4 -> 12" in printed
     assert "left out                    README.md\n" in printed
     found = sorted(path.name for path in (tmp_path / "p").iterdir())
     assert found == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]

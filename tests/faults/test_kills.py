@@ -18,7 +18,7 @@ from hf_attn_variants import AttnVariantBertModel
 from hf_attn_variants.commands import convert, glue
 from hf_attn_variants.files import staged_folder
 from hf_attn_variants.hub import plan_push, push_checkpoint
-from hf_attn_variants.model_folder import unfinished_swap
+from hf_attn_variants.model_folder import unfinished_model_advice
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
@@ -70,7 +70,7 @@ def test_training(bert, tmp_path):
         run_killed(at, train, bert, out)
         if out.exists():
             assert_readable(out)
-            if (out / "config.json").exists() and not unfinished_swap(out):
+            if (out / "config.json").exists() and not unfinished_model_advice(out):
                 assert (out / "model.safetensors").read_bytes() == expected["model.safetensors"], at
         if list_checkpoints(out):
             train(bert, out, "--resume_from_checkpoint", "latest")
@@ -101,7 +101,7 @@ def test_conversion(bert, tmp_path, count, exists):
         if exists:
             out.mkdir()
         run_killed(at, convert_to, bert, out)
-        if (out / "config.json").exists() and not unfinished_swap(out):
+        if (out / "config.json").exists() and not unfinished_model_advice(out):
             assert without_names(contents(out), out) == without_names(expected, whole), at
         elif exists:
             # It is refused as it is; what the killed one left is told, and nothing of it is a checkpoint.

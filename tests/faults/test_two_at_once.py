@@ -9,7 +9,7 @@ from fixtures.processes import run_processes
 
 from hf_attn_variants import cli
 from hf_attn_variants.training.engine import checkpoints
-from hf_attn_variants.training.engine.checkpoints import held_folder
+from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 
 def at_once(*calls):
@@ -62,11 +62,11 @@ def test_two_trainings_into_one_folder(bert, tmp_path):
 
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path):
-    with held_folder(str(tmp_path)) as waited:
+    with lock_folder(str(tmp_path)) as waited:
         assert not waited
-        with pytest.raises(ValueError, match=r"--output_dir .* is in use: another run"), held_folder(str(tmp_path), 0):
+        with pytest.raises(ValueError, match=r"--output_dir .* is in use"), lock_folder(str(tmp_path), 0):
             pass
-    with held_folder(str(tmp_path), 0) as waited:
+    with lock_folder(str(tmp_path), 0) as waited:
         assert not waited
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +75,7 @@ def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
     held, let_go = threading.Event(), threading.Event()
 
     def first():
-        with held_folder(str(tmp_path)):
+        with lock_folder(str(tmp_path)):
             held.set()
             let_go.wait()
 
@@ -83,7 +83,7 @@ def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
     thread.start()
     held.wait()
     threading.Timer(0.3, let_go.set).start()
-    with held_folder(str(tmp_path), 20) as waited:
+    with lock_folder(str(tmp_path), 20) as waited:
         assert waited
     thread.join()
 
@@ -110,7 +110,7 @@ def test_no_training_goes_into_a_folder_where_another_one_is(bert, tmp_path, mon
     before = sorted(out.rglob("*"))
     flags = ("--resume_from_checkpoint", "latest") if resumes else ("--overwrite_output_dir",)
     argv = [command, "--model_name_or_path", str(bert), "--output_dir", str(out), "--cpu", *TRAININGS[command], *flags]
-    with held_folder(str(out)):
+    with lock_folder(str(out)):
         assert cli.main(argv) == 2
-    assert f"error: --output_dir {out} is in use: another run is writing into it" in capfd.readouterr().err
+    assert f"error: --output_dir {out} is in use" in capfd.readouterr().err
     assert sorted(out.rglob("*")) == before

@@ -21,9 +21,9 @@ from hf_attn_variants.commands.push import parse_args as push_arguments
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
 from hf_attn_variants.hub.card import is_untouched, write_card
-from hf_attn_variants.hub.push import folder_files
+from hf_attn_variants.hub.push import list_folder_files
 from hf_attn_variants.model_folder import STAGE, replace_model
-from hf_attn_variants.model_history import FIELDS, read_history, source_history, write_history
+from hf_attn_variants.model_history import REPORT_FIELDS, read_history, source_history, write_history
 from hf_attn_variants.training.engine import outputs
 
 README = """---
@@ -100,9 +100,9 @@ def test_the_readmes_chain_is_told_from_its_beginning(tuned):
 
 
 def test_what_goes_up_names_no_folder_of_this_machine(tuned):
-    from hf_attn_variants.hub.push import WITHOUT_PATHS, _payload
+    from hf_attn_variants.hub.push import WITHOUT_PATHS, _get_payload
 
-    there = {name: _payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
+    there = {name: _get_payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
     assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
 
 
@@ -150,7 +150,7 @@ def test_a_model_that_is_trained_in_its_own_folder_keeps_its_history(tuned, tmp_
     assert "`conversion_report.json` has" in str(model_card(folder, "me/x"))
 
 
-def test_a_run_in_its_own_folder_that_goes_on_is_one_training(tuned, tmp_path, monkeypatch):
+def test_a_run_in_its_own_folder_that_is_continuation_is_one_training(tuned, tmp_path, monkeypatch):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
     argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, *GLUE, *QUIET]
     argv += ["--checkpointing_steps", "1"]
@@ -211,13 +211,13 @@ def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, 
     assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
 
 
-@pytest.mark.parametrize("goes_on, name", [(True, "config.json"), (False, "notes.txt")])
-def test_a_readme_stays_where_it_is_the_sources_or_no_models(goes_on, name, tmp_path):
+@pytest.mark.parametrize("is_continuation, name", [(True, "config.json"), (False, "notes.txt")])
+def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_continuation, name, tmp_path):
     (tmp_path / name).write_text("{}")
     (tmp_path / "README.md").write_text(README)
     (tmp_path / STAGE).mkdir()
     (tmp_path / STAGE / "config.json").write_text('{"new": 1}')
-    replace_model(tmp_path / STAGE, tmp_path, goes_on)
+    replace_model(tmp_path / STAGE, tmp_path, is_continuation)
     assert (tmp_path / "README.md").exists() and (tmp_path / "config.json").read_text() == '{"new": 1}'
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
@@ -225,7 +225,7 @@ def test_a_readme_stays_where_it_is_the_sources_or_no_models(goes_on, name, tmp_
 def test_a_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     """Not the source's, whose terms go on."""
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
-    assert "README.md is its model card; `attn-variants push` makes it anew" in capsys.readouterr().out
+    assert "README.md is the model card. `attn-variants push` updates it" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
     assert is_untouched(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
     assert {name: front_matter(card)[name] for name in ("license", "base_model", "language")} == {
@@ -245,7 +245,7 @@ def test_a_source_whose_readme_is_broken_keeps_it(tiny, tmp_path, caplog):
     run("convert", folder, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert (tmp_path / "gqa2/README.md").read_text() == "---\nlicense: [\n---\n"
     assert "the history of the model is not whole" in caplog.text
-    with pytest.raises(ValueError, match="metadata that cannot be read"):
+    with pytest.raises(ValueError, match=r"metadata of .* cannot be read"):
         plan_push(tmp_path / "gqa2", "me/x")
 
 
@@ -254,7 +254,7 @@ def test_a_card_of_the_weights_that_go_goes_with_them(converted, tmp_path):
     assert write_card(folder) and not write_card(folder)
     (folder / STAGE).mkdir()
     (folder / STAGE / "config.json").write_text("{}")
-    replace_model(folder / STAGE, folder, goes_on=True)
+    replace_model(folder / STAGE, folder, is_continuation=True)
     assert not (folder / "README.md").exists() and (folder / "conversion_report.json").exists()
 
 
@@ -285,9 +285,9 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_push(converted, name, 
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     plan = plan_push(folder, "me/x")
-    assert any(name in warning and "The card is without it." in warning for warning in plan.warnings)
+    assert any(name in warning and "The card does not contain it." in warning for warning in plan.warnings)
     assert plan.left_out[name] == "cannot be read" and name not in plan.files
-    assert name in folder_files(folder)[1]
+    assert name in list_folder_files(folder)[1]
 
 
 @pytest.mark.parametrize("value", ["text\n## Heading", [[]], None, 3, {"a": {"b": [None]}}], ids=repr)
@@ -295,12 +295,12 @@ def test_a_field_of_another_type_makes_no_heading_or_names_the_reports(converted
     folder = shutil.copytree(converted, tmp_path / "model")
     report = json.loads((folder / "conversion_report.json").read_text())
     report |= {"calibration": {"count": 3, "kind": "texts", "targets": False, "max_length": 8}}
-    for key in FIELDS["conversion"]:
+    for key in REPORT_FIELDS["conversion"]:
         (folder / "conversion_report.json").write_text(json.dumps(report | {key: value}))
         try:
             card = str(model_card(folder, "me/x"))
         except ValueError as error:
-            assert "holds a value that a model card cannot show" in str(error)
+            assert "must contain values that a model card can show" in str(error)
         else:
             assert "\n## Heading" not in card and "## Conversion" in card, key
 
@@ -317,7 +317,7 @@ def test_a_step_that_this_version_does_not_know_is_named(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "model_history.json").write_text(json.dumps({"format": 9, "steps": [{"kind": "pruning"}, 4]}))
     plan = plan_push(folder, "me/x")
-    assert sum("is of no kind that this version knows" in warning for warning in plan.warnings) == 2
+    assert sum("does not know the kind of step" in warning for warning in plan.warnings) == 2
     assert "## Conversion\n" in plan.card
 
 
@@ -325,7 +325,7 @@ def test_a_source_whose_readme_is_broken_trains_and_says_so(tiny, tmp_path, capl
     folder = shutil.copytree(tiny, tmp_path / "broken")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("glue", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", *GLUE, *QUIET)
-    assert "the model card will not tell all" in caplog.text and "metadata that cannot be read" in caplog.text
+    assert "history in the model card" in caplog.text and "metadata that cannot be read" in caplog.text
     assert "do not state a license" in str(model_card(tmp_path / "out", "me/x"))
 
 
@@ -352,7 +352,7 @@ def test_the_first_steps_source_is_not_what_a_later_step_began_with(converted, t
         assert "1. `big/a` was converted" in str(model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
-def test_each_of_several_licences_goes_on(converted, tmp_path):
+def test_each_of_several_licences_is_continuation(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
     card = model_card(folder, "me/x")
@@ -387,4 +387,4 @@ for found in map(source_history, sys.argv[1:]):
 
 def test_a_hub_id_that_cannot_be_reached_is_named():
     [problem] = source_history("me/elsewhere").problems  # the session is offline
-    assert "README.md" in problem and "could not be had from the Hub" in problem
+    assert "README.md" in problem and "could not be downloaded from the Hub" in problem

@@ -104,7 +104,7 @@ def test_a_dry_run_lists_everything_and_asks_nobody(converted, hub, api, tmp_pat
     printed = capsys.readouterr().out
     for path in converted.iterdir():
         assert path.name in printed
-    assert "## Heads" in printed and "Dry run: nothing was sent." in printed
+    assert "## Heads" in printed and "Dry run: nothing was pushed." in printed
     assert card.read_text() in printed
     assert not hub.requests
 
@@ -123,7 +123,7 @@ def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["nowhere"], "there is no checkpoint folder 'nowhere'"),
+        (["nowhere"], "The checkpoint folder 'nowhere' does not exist"),
         (["CONVERTED", "--evaluations", "missing.json"], "missing.json"),
         (["CONVERTED", "--card", "missing.md"], "missing.md"),
         (["CONVERTED", "--repo_id", "a/b/c"], "Repo id"),

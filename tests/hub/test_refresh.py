@@ -55,7 +55,7 @@ def test_the_code_is_the_current_one_and_the_rest_is_as_it_was(old, tmp_path, ca
     same = before.keys() - code.keys() - {"model.safetensors", "config.json", "README.md", "checkpoint-3/state.json"}
     assert {name: after[name] for name in same} == {name: before[name] for name in same} and "own.py" in same
     assert "checkpoint-3/state.json" not in after and contents(old) == before
-    assert "The largest difference between outputs before and after is 0." in capsys.readouterr().out
+    assert "The largest difference between the outputs before and after is 0." in capsys.readouterr().out
 
 
 def test_an_edited_card_stays(old, tmp_path):

@@ -60,7 +60,7 @@ def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):
 
 def test_a_public_repository_is_found_before_training_where_a_private_one_is_wanted(arguments, hub, tmp_path):
     hub.create("me/stsb", private=False)
-    with pytest.raises(ValueError, match="me/stsb exists and is public"):
+    with pytest.raises(ValueError, match="me/stsb must be private"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists()
 

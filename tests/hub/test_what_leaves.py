@@ -9,8 +9,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.hub.card import code, model_card, plain, without_local_paths
-from hf_attn_variants.hub.push import _payload
+from hf_attn_variants.hub.card import code, model_card, plain, remove_local_paths
+from hf_attn_variants.hub.push import _get_payload
 
 HOME = "/home/alice/secret-project"
 
@@ -33,7 +33,7 @@ def edit(path, **fields):
 
 def sent(plan, folder):
     """Each file as it goes up."""
-    found = {name: _payload(plan.folder, name) for name in plan.files}
+    found = {name: _get_payload(plan.folder, name) for name in plan.files}
     read = {name: each if isinstance(each, bytes) else open(each, "rb").read() for name, each in found.items()}
     assert {name: len(each) for name, each in read.items()} == plan.files
     return read | {"README.md": plan.card.encode()}
@@ -58,7 +58,7 @@ def sent(plan, folder):
     ],
 )
 def test_places_and_passwords_are_taken_out_of_a_text(text, expected):
-    assert without_local_paths({"x": [text]}) == {"x": [expected]}
+    assert remove_local_paths({"x": [text]}) == {"x": [expected]}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_places_and_passwords_are_taken_out_of_a_text(text, expected):
      "km/h", "s3://bucket/a/b", "</s>", "git@github.com:me/x.git", "2026-11-25"],
 )  # fmt: skip
 def test_what_names_no_place_stays(text):
-    assert without_local_paths(text) == text
+    assert remove_local_paths(text) == text
 
 
 def test_files_of_model_and_tokenizer_name_no_folder(folder):
@@ -90,9 +90,9 @@ def test_files_of_model_and_tokenizer_name_no_folder(folder):
     plan = plan_push(folder, "me/x")
     files = sent(plan, folder)
     told = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
-    assert told == {"notes.txt"} and "notes.txt names folders of a machine, and goes up as it is" in plan.warnings
+    assert told == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
     assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
-    assert plan.left_out["setup.txt"] == "it holds a token, or an address with a password"
+    assert plan.left_out["setup.txt"] == "contains a token, or an address with a password"
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["name_or_path"] == "bert" and settings["tokenizer_file"] == "tokenizer.json"
     assert json.loads(files["trainer.json"]) == {"args": {"data": "data", "url": "https://example.org/x"}}

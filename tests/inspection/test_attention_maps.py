@@ -16,8 +16,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_attn_variants.inspection import attention_maps as maps_module
 from hf_attn_variants.inspection.attention_maps import (
-    Projection,
-    _stage,
+    HeadProjection,
+    _encode_stage,
     _with_changes,
     attention_maps,
     attention_page,
@@ -203,11 +203,11 @@ def test_a_longer_text_is_cut_and_says_so(tokenizer):
 
 def test_errors(tokenizer):
     plain = next(row for row in ARCHITECTURES if row.name == "bert").upstream_model("BertForMaskedLM")
-    with pytest.raises(ValueError, match="BertForMaskedLM is none"):
+    with pytest.raises(ValueError, match=r"`model`.*BertForMaskedLM"):
         attention_maps(plain, tokenizer, TEXT)
-    with pytest.raises(ValueError, match="has no decoder"):
+    with pytest.raises(ValueError, match="`target_text`"):
         attention_maps(make_model(), tokenizer, TEXT, "a target")
-    with pytest.raises(ValueError, match="`text` is empty"):
+    with pytest.raises(ValueError, match="`text`"):
         attention_maps(make_model(), tokenizer, "  ")
 
 
@@ -228,17 +228,17 @@ def test_a_page_holds_every_value(tokenizer, architecture, variant):
 
 
 def test_what_training_changed_is_shown_beside_the_identity():
-    near = Projection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
-    shown = list(_with_changes((near, Projection("P_w", "softmax head", "value head", torch.ones(3, 2)))))
+    near = HeadProjection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
+    shown = list(_with_changes((near, HeadProjection("P_w", "softmax head", "value head", torch.ones(3, 2)))))
     assert [one.name for one in shown] == ["P_l", "100 (P_l - I)", "P_w"]
     torch.testing.assert_close(shown[1].matrix, torch.ones(3, 3))
 
 
 def test_only_weights_well_below_zero_take_two_colours(tokenizer):
     stage = maps_of(tokenizer, variant="mha").attentions[0].stages[0]
-    assert not _stage(stage)["signed"]
+    assert not _encode_stage(stage)["signed"]
     stage.maps[0, 0, 0] = -0.5
-    assert _stage(stage)["signed"]
+    assert _encode_stage(stage)["signed"]
 
 
 @pytest.mark.parametrize("width", [420, 1200])

@@ -34,7 +34,7 @@ from hf_attn_variants.inspection.frontier.measure import (
     default_options,
     load_source,
     measure_frontier,
-    options_of,
+    requested_options,
     split_text,
     variants_to_try,
 )
@@ -72,12 +72,12 @@ def test_models_put_together_are_those_converted_at_once(source):
     made = {}
     both = {"cross_kv_lora_rank": 12, "kv_lora_rank": 8}
     for fields in ({"cross_kv_lora_rank": 12}, {"kv_lora_rank": 8}, {"kv_lora_rank": 4}, {"num_key_value_heads": 2}):
-        assert not pieces.is_at_hand(fields)
+        assert not pieces.is_converted(fields)
         made[str(fields)] = pieces.model(fields)
     by_layer = {"per_layer_values": {"kv_lora_rank": [8, 4]}}
     exact = {"cross_kv_lora_rank": 32, "kv_lora_rank": 4}
     for fields in (both, by_layer, exact):
-        assert pieces.is_at_hand(fields)
+        assert pieces.is_converted(fields)
         made[str(fields)] = pieces.model(fields)
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
@@ -91,7 +91,7 @@ def test_an_exact_latent_takes_no_conversion_and_loses_nothing(source):
     model, calibration = source
     pieces = ConvertedAttentions(model, calibration)
     fields = {"cross_kv_lora_rank": model.config.d_model}
-    assert pieces.is_at_hand(fields) and pieces.attention_error(fields) == 0
+    assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
     text = held_out_text(model, calibration.tokenizer, calibration)
     above, error = _difference(text.losses(pieces.model(fields)), text.losses(model))
     assert abs(above) < 1e-6 and error < 1e-6
@@ -185,7 +185,7 @@ def test_scores_and_several_labels_are_measured_as_they_were_learned(fields, tok
 def test_one_score_for_all_texts_measures_nothing(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
-    with pytest.raises(ValueError, match="gives all of these texts one score"):
+    with pytest.raises(ValueError, match="same score"):
         text.losses(model)
 
 
@@ -200,7 +200,7 @@ def test_a_divergence_is_kullback_and_leiblers(tokenizer):
 
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_a_head_that_no_text_measures_is_refused(head, tokenizer):
-    with pytest.raises(ValueError, match=f"AttnVariant{head} has nothing that plain text measures"):
+    with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
         held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
 
 
@@ -314,7 +314,7 @@ def test_lengths_are_at_most_the_positions_of_the_model(source):
 def test_a_tokenizer_without_a_mask_token_is_said(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
-    with pytest.raises(ValueError, match="the tokenizer has no mask token"):
+    with pytest.raises(ValueError, match="`mask_token`"):
         held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
 
 
@@ -322,7 +322,7 @@ def test_a_source_that_writes_nothing_is_no_fault_of_its_weights(source, monkeyp
     model, calibration = source
     silent = replace(calibration, target_texts=None)
     monkeypatch.setattr(type(model), "generate", lambda self, input_ids, **_: torch.full((len(input_ids), 2), 0))
-    with pytest.raises(ValueError, match="has nothing to say of the held-out examples"):
+    with pytest.raises(ValueError, match="held-out examples"):
         measure_frontier(model, [{"kv_lora_rank": 4}], silent, silent)
 
 
@@ -333,7 +333,7 @@ def test_given_values_are_combined():
         "cross_kv_lora_rank": [16],
         "encoder_kv_lora_rank": None,
     }
-    assert options_of(given) == [
+    assert requested_options(given) == [
         {"kv_lora_rank": 8, "cross_kv_lora_rank": 16},
         {"kv_lora_rank": 4, "cross_kv_lora_rank": 16},
         {"num_key_value_heads": 2},
@@ -343,7 +343,7 @@ def test_given_values_are_combined():
 
 def test_an_option_that_does_not_fit_is_refused_before_any_work(source):
     model, calibration = source
-    with pytest.raises(ValueError, match="`cross_kv_lora_rank` must only be given .* AttnVariantBertModel"):
+    with pytest.raises(ValueError, match=r"`cross_kv_lora_rank`.*AttnVariantBertModel"):
         variants_to_try(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
     with pytest.raises(ValueError, match="must divide"):
         measure_frontier(model, [{"num_key_value_heads": 3}], calibration, calibration)
@@ -429,11 +429,11 @@ def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--held_out_target_file", "x"], "--held_out_target_file needs --held_out_file"),
+        (["--held_out_target_file", "x"], "--held_out_target_file requires --held_out_file"),
         (["--loss", "-1"], "--loss must be at least 0"),
         (["--kv_lora_rank", "33"], "from 1 to 32"),
         (["--held_out_size", "1"], "`held_out_size` must be at least 2"),
-        (["--encoder_num_key_value_heads", "2"], "must only be given for models with these attentions"),
+        (["--encoder_num_key_value_heads", "2"], "`encoder_num_key_value_heads`"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(flags, message, tmp_path, capsys):
@@ -510,10 +510,10 @@ def test_audio_and_text_are_not_taken_for_each_other(whisper, t5, tmp_path, caps
     checkpoint, audio = whisper
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     for folder, flags, message in (
-        (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "reads audio: give --calibration_audio_dir"),
-        (t5, ["--calibration_audio_dir", str(audio)], "reads text: give --calibration_file"),
-        (t5, [], "--calibration_file (of a Whisper: --calibration_audio_dir) is needed"),
-        (checkpoint, ["--held_out_audio_dir", str(audio)], "is needed"),
+        (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "--calibration_audio_dir"),
+        (t5, ["--calibration_audio_dir", str(audio)], "--calibration_file"),
+        (t5, [], "--calibration_file"),
+        (checkpoint, ["--held_out_audio_dir", str(audio)], "required"),
     ):
         try:
             status = cli.main(["frontier", str(folder), *flags, "--output_dir", str(tmp_path / "out")])

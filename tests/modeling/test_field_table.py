@@ -13,6 +13,7 @@ from hf_attn_variants.commands import convert
 from hf_attn_variants.export.plain import NO_PLAIN_FORM
 from hf_attn_variants.modeling.fields import field_table
 from hf_attn_variants.modeling.fields.field_table import FIELDS, Field, row_of, variant_field
+from hf_attn_variants.modeling.fields.field_texts import card_text, describe_field
 
 NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 
@@ -29,7 +30,7 @@ def test_a_configuration_has_the_fields_of_its_stacks(row):
     assert own.keys() == expected
     for name, each in own.items():
         prefix, entry = row_of(name)
-        assert each.default == entry.default_of(prefix) and each.metadata["variant"] == entry.described(prefix)
+        assert each.default == entry.default_of(prefix) and each.metadata["variant"] is True
         assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
         assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
@@ -45,7 +46,7 @@ def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
 
 
 def test_descriptions_are_one_line_each_and_no_two_are_the_same():
-    described = [row_of(name)[1].described(prefix) for name, prefix in NAMES.items() if "global_tokens" not in name]
+    described = [describe_field(name) for name in NAMES if "global_tokens" not in name]
     assert len({*described}) == len(described)
     assert not [each for each in described if "\n" in each or "{layer}" in each or each.endswith(".")]
 
@@ -66,7 +67,7 @@ def test_a_row_of_the_page_says_what_the_table_does():
 
 
 def test_what_cards_and_refusals_say_is_the_tables():
-    said = {name: row_of(name)[1].on_card(prefix) for name, prefix in NAMES.items()}
+    said = {name: card_text(name) for name in NAMES}
     assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
     assert said["attention_window"] == "window size (tokens) in self-attention"
@@ -78,7 +79,7 @@ def test_what_cards_and_refusals_say_is_the_tables():
 @pytest.mark.parametrize("default", [None, "sigmoid"])
 def test_the_choices_of_a_new_field_are_enforced(monkeypatch, default):
     choices = ("sigmoid", "tanh")
-    row = Field("output_gate", str, "gate of the outputs", default, choices=choices, facts=("by_layer",))
+    row = Field("output_gate", str, default, choices=choices, facts=("by_layer",))
     monkeypatch.setitem(field_table._ROWS, "output_gate", ("", row))
 
     class GatedConfig(AttnVariantBertConfig):

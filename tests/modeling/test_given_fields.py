@@ -14,7 +14,7 @@ from relatives import RELATIVES
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
 from hf_attn_variants.modeling.fields.given_fields import wrong_name
-from hf_attn_variants.training.engine.models import _check_names
+from hf_attn_variants.training.engine.models import _check_override_names
 
 pytestmark = pytest.mark.cross_product
 
@@ -76,7 +76,7 @@ def test_a_prefix_before_a_field_is_a_field_or_refused(row, prefix):
     for field in FIELDS:
         name = prefix + field
         if name not in known:
-            with pytest.raises(ValueError, match=f"`{name}` .*did you mean"):
+            with pytest.raises(ValueError, match=f"`{name}` .*Did you mean"):
                 row.config_class.check_names([name])
 
 
@@ -173,7 +173,7 @@ def test_conversions_and_overrides_name_the_field(tmp_path):
         with pytest.raises(ValueError, match=f"`{name}`"):
             convert(upstream, **{name: 4})
         with pytest.raises(ValueError, match=f"`{name}`"):
-            _check_names({name: 4}, upstream.config, BERT.config_class)
+            _check_override_names({name: 4}, upstream.config, BERT.config_class)
     model = BERT.model("BertModel")
     model.config.talking_heads_init = "random"  # the fields are checked again when a model is made
     with pytest.raises(ValueError, match="`talking_heads_init`"):

@@ -13,7 +13,7 @@ from relatives import RELATIVES
 from torch import nn
 
 from hf_attn_variants import convert
-from hf_attn_variants.export.ctranslate2_check import check_has_form
+from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import cost_table
@@ -390,6 +390,6 @@ def test_it_is_of_models_from_scratch(tmp_path):
         export_transformers(tmp_path / "model", tmp_path / "exported")
     pair = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
     with pytest.raises(ValueError, match="`value_head_dim`"):
-        check_has_form(type(pair), pair.config)
+        check_ctranslate2_support(type(pair), pair.config)
     with pytest.raises(ValueError, match="value_head_dim=3"):
         type(model)._from_config(model.config, attn_implementation="flex_attention")

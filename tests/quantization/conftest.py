@@ -7,5 +7,5 @@ import pytest
 def every_layer(monkeypatch):
     from hf_attn_variants.quantization import packed_linear, quantize
 
-    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(quantize, "MOST_ERROR", 1.0)
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(quantize, "MAX_ERROR", 1.0)

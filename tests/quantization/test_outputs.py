@@ -120,11 +120,11 @@ def test_a_map_is_within_half_a_step(way):
 def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
     weight[5] = 0.0
-    whole = Int8Weight.rounded(weight)
+    whole = Int8Weight.from_float32(weight)
     monkeypatch.setattr(int8_weight, "ROWS_AT_ONCE", 16)
-    parts = Int8Weight.rounded(weight)
+    parts = Int8Weight.from_float32(weight)
     assert all(torch.equal(one, parts.tensors()[name]) for name, one in whole.tensors().items())
-    torch.testing.assert_close(whole.whole(), rounded_weight(weight), rtol=1e-6, atol=0)
+    torch.testing.assert_close(whole.to_float32(), rounded_weight(weight), rtol=1e-6, atol=0)
     numbers = whole.numbers()
     whole.product(weight[:1], None)  # packs it, and keeps no other copy
     assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
@@ -142,7 +142,7 @@ def test_a_token_does_not_depend_on_the_others(way):
 def test_all_paths_return_the_same_bits(bits):
     """So the fastest one may differ between two runs."""
     generator = torch.Generator().manual_seed(0)
-    weight = Int8Weight.rounded(torch.randn(48, 70, generator=generator))
+    weight = Int8Weight.from_float32(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
     states[7], states[9, 3] = 0.0, 1e6
     # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
@@ -220,7 +220,7 @@ def test_a_map_in_bfloat16(bias):
     other = Bfloat16Linear(torch.nn.Linear(70, 48, bias=bias))
     other.load_state_dict(made.state_dict())
     assert torch.equal(other(states), made(states))
-    with pytest.raises(RuntimeError, match="load before `quantize`"):
+    with pytest.raises(RuntimeError, match="before `quantize`"):
         other.load_state_dict(linear.state_dict())
 
 
@@ -256,7 +256,7 @@ def test_compiled_it_is_the_same_in_one_graph(way, cls):
     half = torch.compile(made, fullgraph=True)(states.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half, made(states.bfloat16()))
-    with pytest.raises(RuntimeError, match="is not exported"):
+    with pytest.raises(RuntimeError, match="cannot be exported"):
         torch.export.export(made, (states,))
 
 

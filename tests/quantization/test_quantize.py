@@ -98,14 +98,14 @@ def test_maps_that_attention_reads_itself_stay():
     for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
         shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
         for _, module in cross_attentions(shared):
-            assert [type(each) for each in module.key_and_value_maps()] == [kind] * 2
+            assert [type(each) for each in module.key_value_projections()] == [kind] * 2
             assert isinstance(module.q_proj, Int8Linear)
         assert isinstance(shared.model.encoder.layers[0].self_attn.k_proj, Int8Linear)
 
 
 def test_small_maps_stay(monkeypatch):
     model = T5.model("T5ForSequenceClassification")
-    monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 40 * 37)
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 40 * 37)
     quantize(model)
     assert type(model.classification_head.out_proj) is torch.nn.Linear
     assert isinstance(model.transformer.encoder.block[0].layer[1].DenseReluDense.wi, Int8Linear)
@@ -133,7 +133,7 @@ def test_the_state_goes_into_another_model_of_int8(tmp_path):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["lm_head.weight"].dtype == torch.int8 and not other.load_state_dict(state).missing_keys
     torch.testing.assert_close(logits_of(other), expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(RuntimeError, match="load before `quantize`"):
+    with pytest.raises(RuntimeError, match="before `quantize`"):
         other.load_state_dict(tiny_model("t5").state_dict())
     with pytest.raises(RuntimeError, match=r"lm_head\.scales"):
         other.load_state_dict({name: value for name, value in state.items() if name != "lm_head.scales"})
@@ -214,7 +214,7 @@ def test_it_is_not_trained():
 
 
 def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
         expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
@@ -223,7 +223,7 @@ def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
 
 
 def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     model = tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
@@ -236,7 +236,7 @@ def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
 def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_path):
     """RoPE's frequencies stay in float32, as `from_pretrained` makes them; sinusoids become bfloat16."""
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: {"all": 1.0})
+    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: {"all": 1.0})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
     model.eval().save_pretrained(tmp_path)
@@ -370,7 +370,7 @@ def test_outliers_are_measured():
     plain = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
     states[:, 3] = 200.0
     outlier = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
-    assert plain < packed_linear.MOST_ERROR < 0.1 < outlier
+    assert plain < packed_linear.MAX_ERROR < 0.1 < outlier
 
 
 def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
@@ -417,13 +417,13 @@ def test_what_it_counts_and_where_it_may_go():
 
 def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
     ratios = dict(zip(bfloat16.TIMED_ROWS, (0.9, 7.3), strict=True))
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: ratios)
+    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: ratios)
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 0.5))
+    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 0.5))
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     transformers.logging.disable_propagation()
@@ -431,7 +431,7 @@ def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
 
 
 def test_what_is_measured_of_bfloat16():
-    found = bfloat16.times_as_long.__wrapped__(1)
+    found = bfloat16.bfloat16_slowdowns.__wrapped__(1)
     assert found.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
 
 
@@ -496,7 +496,7 @@ def test_errors_leave_the_model_unchanged(make, dtype, named):
 
 def test_a_model_of_small_layers_gains_nothing(monkeypatch):
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=str(packed_linear.LEAST_WEIGHTS)):
+    with pytest.raises(ValueError, match=str(packed_linear.MIN_WEIGHTS)):
         quantize(tiny_model("t5"))
 
 

@@ -419,5 +419,5 @@ def test_bad_inputs_are_refused():
         talking_heads.attention_core(query, query, query, scale=1.0, x2l=rand(B, N, 4, 4))
     with pytest.raises(ValueError, match="P_l or P_w"):
         talking_heads.talking_heads_attention(X, M, *weights(), P_x2w=rand(D, H, H))
-    with pytest.raises(ValueError, match="each of the 4 heads, got 3"):
+    with pytest.raises(ValueError, match=r"4 rows.*got 3"):
         talking_heads.attention_core(query, query, query, scale=1.0, P_l=rand(3, 4))

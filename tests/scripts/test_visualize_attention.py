@@ -42,8 +42,8 @@ def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
     "options, message",
     [
         (["--text", "The cats.", "--layers", "2"], "layers 0 to 1, got 2"),
-        (["--text", "The cats.", "--target_text", "x"], "has no decoder"),
-        (["--text", " "], "empty"),
+        (["--text", "The cats.", "--target_text", "x"], "`target_text`"),
+        (["--text", " "], "`text`"),
     ],
 )
 def test_a_users_error_is_one_line_and_leaves_nothing(bert, tmp_path, capsys, options, message):

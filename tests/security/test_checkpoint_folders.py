@@ -167,7 +167,7 @@ def test_other_links_out_of_the_folder_are_left_out_and_named(relative, folder, 
     assert {"notes.txt", "assets/", "sub/more"} <= {*left_out}
     assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
     shown = capsys.readouterr().out
-    assert "stays: notes.txt (a link that leads out of the folder)" in shown and "stays: assets (a link" in shown
+    assert "left out: notes.txt (a link that leads out of the folder)" in shown and "left out: assets (a link" in shown
     assert "token" not in shown.split("Use")[0].replace("tokenizer", "").replace("a token", "")
 
 
@@ -208,4 +208,4 @@ def test_a_pipe_beside_the_weights_stays(folder, call, tmp_path, capsys):
     os.mkfifo(folder / "notes.txt")
     assert call("convert", folder)[0] == 0 and not (tmp_path / "out/notes.txt").exists()
     assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
-    assert "stays: notes.txt (neither a file nor a folder)" in capsys.readouterr().out
+    assert "left out: notes.txt (neither a file nor a folder)" in capsys.readouterr().out

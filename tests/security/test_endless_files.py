@@ -47,7 +47,7 @@ def test_what_is_no_file_is_refused(reader, kind, tmp_path, quick):
         path = type(path)("/dev/zero")
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises((OSError, ValueError), match=r"no ordinary file|no such file|must be one of"):
+    with pytest.raises((OSError, ValueError), match=r"ordinary file|does not exist|no such file|must be one of"):
         read(path)
 
 
@@ -58,7 +58,7 @@ def test_a_gz_that_grows_without_an_end_is_read_to_a_bound(reader, unit, tmp_pat
     path = tmp_path / f"x{suffix}.gz"
     block = gzip.compress(unit * (2**22 // len(unit)))
     path.write_bytes(block * 250)  # 1 GB of text in about 1 MB
-    with pytest.raises((OSError, ValueError), match=r"times as long uncompressed|null character|no |neither|column"):
+    with pytest.raises((OSError, ValueError), match=r"times as large|null character|must be|no |column"):
         read(path)
 
 
@@ -72,7 +72,7 @@ def test_a_plain_file_of_one_endless_line(tmp_path, quick):
     with open(tmp_path / "x.txt", "wb") as file:
         file.truncate(2**40)
     for read in (lambda path: read_lines([path]), read_squad, lambda path: check_text_files([path])):
-        with pytest.raises((OSError, ValueError), match=r"null character|a line of more than|longer than"):
+        with pytest.raises((OSError, ValueError), match=r"null character|a line has more than|must have at most"):
             read(tmp_path / "x.txt")
 
 
@@ -96,7 +96,7 @@ def test_what_a_card_is_given_is_a_file(flag, kind, tmp_path, capsys, quick):
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "pipe" if kind == "pipe" else "/dev/zero"
     assert cli.main(["push", str(bert), "--repo_id", "me/x", "--dry_run", flag, str(path)]) == 2
-    assert f"error: {path} is no ordinary file but a pipe" in capsys.readouterr().err
+    assert f"error: {path} must be an ordinary file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--calibration_file", "--calibration_target_file"])
@@ -106,7 +106,7 @@ def test_what_a_calibration_reads_is_a_file(flag, tmp_path, capsys, quick):
     os.mkfifo(tmp_path / "pipe")
     argv = ["convert", bert, "--num_key_value_heads", 2, "--output_dir", tmp_path / "out", "--calibration_file", lines]
     assert cli.main([str(each) for each in (*argv, flag, tmp_path / "pipe")]) == 2
-    assert "is no ordinary file but a pipe" in capsys.readouterr().err
+    assert "must be an ordinary file" in capsys.readouterr().err
 
 
 def test_a_json_file_is_no_longer_than_one(tmp_path, quick):
@@ -114,7 +114,7 @@ def test_a_json_file_is_no_longer_than_one(tmp_path, quick):
 
     with open(tmp_path / "modules.json", "wb") as file:
         file.truncate(2**40)
-    with pytest.raises(OSError, match="is longer than 268,435,456 bytes"):
+    with pytest.raises(OSError, match="must have at most 268,435,456 bytes"):
         load_json(tmp_path / "modules.json")
     (tmp_path / "a.json").write_text(json.dumps([1]))
     assert load_json(tmp_path / "a.json") == [1]

@@ -55,7 +55,7 @@ HARM = [
     "\ud800",
 ]
 # What an error has to say besides the file.
-PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|is no JSON list: .*line \d+|no sentence")
+PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 
 
 def text(draw, pieces):

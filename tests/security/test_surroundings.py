@@ -55,7 +55,7 @@ def test_two_conversions_into_one_folder(source, tmp_path, exists):
         outcomes.append(error)
     (lost,) = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
     (won,) = [outcome for outcome in outcomes if outcome is not lost]
-    assert str(output) in str(lost) and "give a new" in str(lost)
+    assert str(output) in str(lost) and "Give a new" in str(lost)
     # the folder is the winner's, whole, and nothing of the other's is left
     made = json.loads((output / "config.json").read_text())
     assert made["num_key_value_heads"] == won.heads["num_key_value_heads"][1]

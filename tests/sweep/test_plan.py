@@ -162,17 +162,17 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"sed": [0]}, "got sed"),
         ({"command": "pretain"}, "`command` must be one of"),
         ({"command": None}, "`command` must be one of"),
-        ({"seeds": [0, 0]}, "would share the folder"),
+        ({"seeds": [0, 0]}, "must not have the same folder"),
         ({"seeds": ["one"]}, "--seed"),
-        ({"seeds": []}, "at least one of `seeds`"),
+        ({"seeds": []}, "`seeds` must not be empty"),
         ({"variants": {"a": {"train_file": []}}}, "--train_file"),
         ({"variants": []}, "`variants` must be an object"),
-        ({"variants": {}}, "a sweep needs `variants`"),
-        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "would share the folder runs/a-b"),
+        ({"variants": {}}, "must contain `variants`"),
+        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "must not have the same folder runs/a-b"),
         ({"variants": {"a": {"learning_reat": 1}}}, "did you mean --learning_rate?"),
         ({"variants": {"a": {"learning_reat": True}}}, "`learning_reat` must be text or a number"),
         ({"variants": {"a": {"max_steps": 1}}}, "--max_train_steps"),
-        ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` is set by the sweep"),
+        ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` must not be given"),
         ({"variants": {"a": {"talking_heads": "logit"}}}, "--talking_heads"),
         ({"variants": {"a": {"warmup_ratio": 2}}}, "--warmup_ratio must be in [0, 1), got 2.0"),
         ({"variants": {"a": {"max_length": [1, 2]}}}, "'a': "),
@@ -183,7 +183,7 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` must be a list of different values"),
         ({"convert": {"methd": "mean"}}, "--method"),
         ({"convert": {"model_name_or_path": "a"}, "flags": FLAGS | {"model_name_or_path": "a"}}, "under `convert`"),
-        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "`variables` must have DAT"),
+        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "`variables` must contain DAT"),
         ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "--set DATA=VALUE"),
     ],
 )
@@ -195,13 +195,13 @@ def test_an_error_in_the_file_is_one_line(dry_run, change, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` is twice in the object at line 1"),
-        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` is twice in the object at line 3"),
-        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` is twice in the object at line 2"),
-        ("command: [\n", "not YAML: "),
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` occurs twice in the object at line 1"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` occurs twice in the object at line 3"),
+        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` occurs twice in the object at line 2"),
+        ("command: [\n", "must be YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
         ("- a\n", "the file must be an object"),
-        ('{"command": "pretrain", "command": "glue"}', "`command` is twice"),
+        ('{"command": "pretrain", "command": "glue"}', "`command` occurs twice"),
     ],
 )
 def test_keys_that_are_twice_and_files_that_are_not_yaml(dry_run, text, message):
@@ -214,7 +214,7 @@ def test_a_value_of_an_unknown_variable(dry_run):
 
 def test_the_command_line(capsys):
     for argv, message in (
-        (["a.yaml"], "--output_dir is needed"),
+        (["a.yaml"], "--output_dir is required"),
         (["a.yaml", "--dry_run", "--set", "A"], "--set must be NAME=VALUE, got A"),
     ):
         with pytest.raises(SystemExit) as stopped:

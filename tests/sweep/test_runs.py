@@ -18,7 +18,7 @@ from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
 from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
-from hf_attn_variants.training.engine.checkpoints import held_folder
+from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 # Of a run these differ from one time to the next.
 TIMES = ("runtime", "per_second", "date", "arguments")
@@ -147,7 +147,7 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
         ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide"),
         ({"kv_cache_bytes": [512, 512]}, "`kv_cache_bytes` must only be given for encoder-decoders"),
         ({"num_key_value_heads": 2, "calibration_file": "TEXTS", "calibration_columns": ["texts"]}, "'texts'"),
-        ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size needs --calibration_file"),
+        ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size requires --calibration_file"),
         ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
         ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "give `calibration=` (--calibration_file)"),
         ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` must only be given"),
@@ -280,7 +280,7 @@ def half_done(undisturbed, tmp_path, monkeypatch):
 def test_a_run_of_another_call_is_left_to_it(half_done, sweep_file):
     last = half_done / "runs/grouped/seed-1"
     last.mkdir()
-    with held_folder(str(last)):
+    with lock_folder(str(last)):
         assert run(sweep_file, half_done) == 0
     assert not [*last.iterdir()] and "1 of 2" in (half_done / "sweep_results.md").read_text()
 
@@ -299,7 +299,7 @@ def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbe
 
 def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, monkeypatch):
     monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
-    with held_folder(str(undisturbed)):
+    with lock_folder(str(undisturbed)):
         assert run(sweep_file, undisturbed) == 2
     assert "is in use" in capsys.readouterr().err
 
@@ -354,4 +354,4 @@ def test_models_that_do_not_read_their_context_are_named():
     for each, passed in zip(found["contestants"], (True, False), strict=True):
         each["runs"]["0"]["gate_passed"] = passed
     warning = markdown(found).partition("|\n\n")[2]
-    assert warning.startswith("Not yet trained enough to compare attention: b. ") and warning.count("\n") == 1
+    assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1

@@ -24,7 +24,7 @@ import hf_attn_variants
 from hf_attn_variants.commands import uptrain
 from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training.engine.optimization import sharded_layer_names
+from hf_attn_variants.training.engine.optimization import list_sharded_layers
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
     # layers share one set of weights, and is sharded as a whole.
     model_class = getattr(hf_attn_variants, f"AttnVariant{name}")
     model = model_class(model_class.config_class(vocab_size=50, **sizes))
-    assert sharded_layer_names(model) == layers
+    assert list_sharded_layers(model) == layers
     assert layers <= set(model._no_split_modules) and layers <= {type(module).__name__ for module in model.modules()}
 
 
@@ -82,7 +82,7 @@ def test_deepspeed_gets_the_batch_size_and_refuses_what_it_would_do_otherwise():
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": 32,
     }
-    with pytest.raises(ValueError, match="--gradient_accumulation_steps: under DeepSpeed only 1"):
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps must be 1"):
         configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
@@ -110,7 +110,7 @@ def test_a_number_of_accelerates_environment_does_not_divide_the_gradient(tmp_pa
 
 def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-    with pytest.raises(ValueError, match="--optim adafactor: its moments"), _session(tmp_path, "--optim", "adafactor"):
+    with pytest.raises(ValueError, match="--optim adafactor cannot"), _session(tmp_path, "--optim", "adafactor"):
         pass
     assert not (tmp_path / "out").exists()
 

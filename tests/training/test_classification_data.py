@@ -329,18 +329,18 @@ TRAIN = "text,label\na,x\nb,y\n"
         ("text,label\na,x\nb,\n", r"dev.csv, line 3, row 2, column 'label': there is no label; .* --label_separator"),
         (
             "text,labl\na,x\n",
-            r"dev.csv, line 1, the header: there is no column 'label'; .* text, labl; did you mean 'labl'",
+            r"dev.csv, line 1, the header: there is no column 'label'; .* text, labl. Did you mean 'labl'",
         ),
         (
             "txt,label\na,x\n",
-            r"dev.csv, line 1, the header: there is no column 'text'; .* txt, label; did you mean 'txt'",
+            r"dev.csv, line 1, the header: there is no column 'text'; .* txt, label. Did you mean 'txt'",
         ),
-        ("text,label\na,x\nb\n", r"dev.csv, line 3, row 2: 1 cells where the header has 2"),
-        ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: 3 cells"),
-        ('text,label\n"a,x\n', r"dev.csv, line 2, row 1: a quote begins in this row and does not end"),
-        ("text,label,label\na,x,y\n", r"dev.csv, line 1, the header: two columns are named 'label'"),
-        ("text,label\n", r"dev.csv is empty: it has no row"),
-        ("", r"dev.csv is empty: it has no row"),
+        ("text,label\na,x\nb\n", r"dev.csv, line 3, row 2: .* 2 cells .* got 1"),
+        ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: .* got 3"),
+        ('text,label\n"a,x\n', r"dev.csv, line 2, row 1: A quote begins in this row"),
+        ("text,label,label\na,x,y\n", r"dev.csv, line 1, the header: two columns have the name 'label'"),
+        ("text,label\n", r"dev.csv must have at least one row"),
+        ("", r"dev.csv must have at least one row"),
     ],
 )
 def test_what_is_wrong_with_a_table_names_the_row(load, dev, message):
@@ -351,9 +351,9 @@ def test_what_is_wrong_with_a_table_names_the_row(load, dev, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: column 'text' holds no text but 5"),
-        ({"text": None, "label": "x"}, "row 2: column 'text' holds no text but None"),
-        ({"text": "\ud800", "label": "x"}, "row 2: column 'text' holds half a surrogate pair"),
+        ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: Column 'text' holds no text but 5"),
+        ({"text": None, "label": "x"}, "row 2: Column 'text' holds no text but None"),
+        ({"text": "\ud800", "label": "x"}, "row 2: Column 'text' holds half a surrogate pair"),
         ({"label": "x"}, "row 2: there is no column 'text'; its columns are label"),
         ({"text": "b", "label": float("nan")}, "row 2, column 'label': a label is a text or a finite number, got nan"),
         ({"text": "b", "label": {"x": 1}}, "row 2, column 'label': a label is a text or a finite number"),
@@ -511,11 +511,11 @@ def test_the_numbers_of_a_source_count_where_the_model_names_no_class(load_sourc
 
 def test_a_datasets_source_that_is_wrong_is_refused(load_source):
     rows = Dataset.from_dict({"text": ["a", None], "label": [0.5, 1.5]})
-    with pytest.raises(ValueError, match=r"me/data \(train\), row 2: column 'text' holds no text but None"):
+    with pytest.raises(ValueError, match=r"me/data \(train\), row 2: Column 'text' holds no text but None"):
         load_source({"train": rows})
-    with pytest.raises(ValueError, match="has no row of a split 'train'; its splits are all: name one with --train"):
+    with pytest.raises(ValueError, match=r"--train_split_name must be a split of .*, got 'train'. Its splits are all"):
         load_source({"all": rows})
-    with pytest.raises(ValueError, match="has neither a dev nor a test split to evaluate"):
+    with pytest.raises(ValueError, match="has neither a dev nor a test split"):
         load_source({"train": rows}, "--num_train_epochs", "0")
 
 
@@ -525,7 +525,7 @@ def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
 
     monkeypatch.setattr(tables, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
-    with pytest.raises(OSError, match=r"cannot load --dataset_name nowhere/none \(RuntimeError: no network\); give"):
+    with pytest.raises(OSError, match=r"--dataset_name nowhere/none cannot be loaded \(RuntimeError: no network\)"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)
 
 

@@ -22,7 +22,7 @@ from hf_attn_variants.training.classification.metrics import (
 from hf_attn_variants.training.classification.settings import METRICS, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.classification.task import classification_objective, labels_of_model
 from hf_attn_variants.training.engine.models import LabelMap
-from hf_attn_variants.training.engine.settings import greater_is_better
+from hf_attn_variants.training.engine.settings import is_greater_better
 
 
 def made(kind, classes, rows=60, seed=0):
@@ -101,8 +101,8 @@ def test_a_regression_is_scored():
 def test_the_names_of_losses_and_errors_are_known():
     falling = "loss loss_mm perplexity mean_perplexity ppl wer WER cer ter mer wil mse rmse mae mase mape smape "
     falling += "brier_score cer_score cross_entropy retrieval_error error_rate head_distance"
-    assert not any(map(greater_is_better, falling.split()))
-    assert all(map(greater_is_better, "pearson f1 accuracy bleu score meteor exact_match character per".split()))
+    assert not any(map(is_greater_better, falling.split()))
+    assert all(map(is_greater_better, "pearson f1 accuracy bleu score meteor exact_match character per".split()))
 
 
 def scored(kind, names, logits, labels):

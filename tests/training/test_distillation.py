@@ -8,9 +8,9 @@ from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from relatives import ENCODERS
 from torch.nn import functional
 
-from hf_attn_variants.model_properties import Answer, answer_of
+from hf_attn_variants.model_properties import LogitsKind, logits_kind
 from hf_attn_variants.training.engine.losses import token_cross_entropy
-from hf_attn_variants.training.engine.models import named_attentions, select_trainable
+from hf_attn_variants.training.engine.models import iterate_attentions, select_trainable
 from hf_attn_variants.training.uptraining import objective
 from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,
@@ -124,22 +124,26 @@ def test_an_error_of_scores_is_the_share_of_their_variance():
 @pytest.mark.parametrize(
     ("head", "fields", "answer"),
     [
-        ("SequenceClassification", {"num_labels": 1}, Answer.SCORES),
-        ("SequenceClassification", {"num_labels": 3}, Answer.CLASSES),
-        ("SequenceClassification", {"num_labels": 3, "problem_type": "regression"}, Answer.SCORES),
-        ("SequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}, Answer.LABELS),
-        ("SequenceClassification", {"num_labels": 1, "problem_type": "multi_label_classification"}, Answer.LABELS),
-        ("SequenceClassification", {"num_labels": 2, "problem_type": "single_label_classification"}, Answer.CLASSES),
-        ("TokenClassification", {"num_labels": 3}, Answer.CLASSES),
-        ("MaskedLM", {"num_labels": 1}, Answer.CLASSES),
-        ("PreTraining", {}, Answer.TOKENS),
+        ("SequenceClassification", {"num_labels": 1}, LogitsKind.SCORES),
+        ("SequenceClassification", {"num_labels": 3}, LogitsKind.CLASSES),
+        ("SequenceClassification", {"num_labels": 3, "problem_type": "regression"}, LogitsKind.SCORES),
+        ("SequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}, LogitsKind.LABELS),
+        ("SequenceClassification", {"num_labels": 1, "problem_type": "multi_label_classification"}, LogitsKind.LABELS),
+        (
+            "SequenceClassification",
+            {"num_labels": 2, "problem_type": "single_label_classification"},
+            LogitsKind.CLASSES,
+        ),
+        ("TokenClassification", {"num_labels": 3}, LogitsKind.CLASSES),
+        ("MaskedLM", {"num_labels": 1}, LogitsKind.CLASSES),
+        ("PreTraining", {}, LogitsKind.TOKENS),
     ],
 )
 def test_logits_mean_what_the_losses_of_transformers_say(head, fields, answer):
     electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
-    assert answer_of(electra.model(f"ElectraFor{head}", **fields)) is answer
+    assert logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
-        assert answer_of(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
+        assert logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
@@ -200,7 +204,7 @@ def test_every_layer_and_attention_is_recorded(architecture, upstream):
 
 def test_alberts_shared_attention_is_recorded_once_a_layer():
     model = ALBERT.model("AlbertModel", "gqa")
-    assert len(list(named_attentions(model))) == 1
+    assert len(list(iterate_attentions(model))) == 1
     outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
     assert len(outputs) == 2 and not torch.equal(*outputs)
 

@@ -22,7 +22,7 @@ from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.outputs import save_bad_batch
-from hf_attn_variants.training.engine.settings import total_training_steps
+from hf_attn_variants.training.engine.settings import count_training_steps
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +97,7 @@ def test_log_windows_hold_means_and_learning_rates(tmp_path):
     assert [r["lr"] for r in log_of(dense)] == pytest.approx([0.1, 0.1 / 2, 0.1 / 3, 0.1 / 4, 0.1 / 5])
 
 
-@pytest.mark.parametrize(
-    ("poison", "named"), [("loss", "the loss became nan"), ("gradient", "the gradient norm became")]
-)
+@pytest.mark.parametrize(("poison", "named"), [("loss", "loss became nan"), ("gradient", "gradient norm became")])
 def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
     seen = []
 
@@ -147,7 +145,7 @@ def test_gradients_that_overflow_at_a_large_loss_scale_do_not(tmp_path):
 def test_a_checkpoint_without_a_loss_scaler_is_not_resumed_with_one(tmp_path):
     make_loop(tmp_path, checkpointing_steps=2).run()
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ValueError, match="no state of a loss scaler; it was saved with --mixed_precision no"):
+    with pytest.raises(ValueError, match=r"no state of a loss scaler\. It was saved with --mixed_precision no"):
         make_loop(tmp_path, resume_from_checkpoint="latest", scaler=torch.amp.GradScaler("cpu")).run()
 
 
@@ -156,14 +154,14 @@ def test_random_states_that_cannot_be_restored_are_no_exact_resume(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     (path,) = tmp_path.glob("checkpoint-2/random_states_0.pkl")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cannot resume exactly: .*random_states_0\.pkl cannot be read"):
+    with pytest.raises(ValueError, match=r"random_states_0\.pkl cannot be read"):
         make_loop(tmp_path, resume_from_checkpoint="latest").run()
 
 
 def test_a_log_that_cannot_be_written_names_the_last_checkpoint(tmp_path):
     loop = make_loop(tmp_path, checkpointing_steps=2)
     loop.run()
-    message = r"could not write .*train_log\.jsonl \(OSError: .*File too large.*; the last good checkpoint is .*-2$"
+    message = r"train_log\.jsonl could not be written \(OSError: .*File too large.*last good checkpoint is .*-2.$"
     with full_disk(64), pytest.raises(OSError, match=message):
         loop.log.write({"step": 4, "loss": 1.0})
 
@@ -181,7 +179,7 @@ def test_a_full_disk_does_not_hide_a_nan(tmp_path):
     loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
     with (
         full_disk(64),
-        pytest.raises(NonFiniteLossError, match=r"nan at step 1: .* batches could not be saved \(OSError"),
+        pytest.raises(NonFiniteLossError, match=r"nan at step 1 .* could not be saved \(OSError"),
     ):
         loop.run()
     assert not list(tmp_path.iterdir())
@@ -191,10 +189,10 @@ def test_a_full_disk_does_not_hide_a_nan(tmp_path):
     ("written", "size", "message"),
     [
         # The weights, the optimiser, the random states.
-        ("save_checkpoint", 64, r"write checkpoint .*checkpoint-4 \(SafetensorError: .*File too large"),
-        ("save_checkpoint", 1024, r"write checkpoint .*checkpoint-4 \(the disk did not take the whole file"),
-        ("save_checkpoint", 8192, r"write checkpoint .*checkpoint-4 \(the disk did not take the whole file"),
-        ("save_best_weights", 64, r"write the best weights to .* \(SafetensorError: .*File too large"),
+        ("save_checkpoint", 64, r"checkpoint-4 could not be written \(SafetensorError: .*File too large"),
+        ("save_checkpoint", 1024, r"checkpoint-4 could not be written \(.*disk"),
+        ("save_checkpoint", 8192, r"checkpoint-4 could not be written \(.*disk"),
+        ("save_best_weights", 64, r"best weights could not be written to .* \(SafetensorError: .*File too large"),
     ],
 )
 def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(tmp_path, monkeypatch, written, size, message):
@@ -209,7 +207,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(tmp_path, monkeypa
             return write(*given, **named)
 
     monkeypatch.setattr(training_loop, written, disk_full)
-    with pytest.raises(OSError, match=rf"could not {message}.*; the last good checkpoint is .*checkpoint-2$"):
+    with pytest.raises(OSError, match=rf"{message}.*last good checkpoint is .*checkpoint-2.$"):
         make_loop(tmp_path, **settings).run()
     kept = {"train_log.jsonl", "checkpoint-2", *(["best_model.safetensors"] if written == "save_checkpoint" else [])}
     assert {path.name for path in tmp_path.iterdir()} == kept
@@ -238,7 +236,7 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
         return OBJECTIVE.loss_sum(model, batch)
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(TerminatedError, match=r"^SIGTERM: stopped after step 4$"):
+    with pytest.raises(TerminatedError, match=r"^SIGTERM: Training stopped after step 4.$"):
         make_loop(cut, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=8).run()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-4"]
     assert signal.getsignal(signal.SIGTERM) == before
@@ -269,12 +267,12 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"accuracy": 1.0}
 
-    with pytest.raises(TerminatedError, match=r"stopped after step 3$"):
+    with pytest.raises(TerminatedError, match=r"stopped after step 3.$"):
         make_loop(tmp_path, evaluate=evaluate).run()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
     AcceleratorState._reset_state(reset_partial_state=True)
     loop = make_loop(tmp_path, evaluate=lambda: {"accuracy": 1.0}, resume_from_checkpoint="latest")
-    assert loop.run().step == 3 and not loop.scores_are_current()
+    assert loop.run().step == 3 and not loop.has_current_scores()
 
 
 def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
@@ -285,7 +283,7 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     (tmp_path / "stopped").mkdir()
     stopped = make_loop(tmp_path / "stopped", total_steps=50, evaluate=evaluate_and_run_out_of_time, eval_steps=2)
     stopped.run()
-    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.scores_are_current()
+    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.has_current_scores()
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
@@ -293,11 +291,11 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
         found = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
         loop.run()
-        assert loop.scores_are_current() == current
+        assert loop.has_current_scores() == current
         AcceleratorState._reset_state(reset_partial_state=True)
     last = make_loop(tmp_path / "down", evaluate=lambda: {"a": 1.0}, eval_steps=1)
     last.run()
-    assert last.scores_are_current()
+    assert last.has_current_scores()
 
 
 def test_the_last_losses_are_looked_at_where_no_window_is_full(tmp_path):
@@ -378,12 +376,12 @@ def test_a_stream_without_length_trains_over_its_ends(tmp_path):
     loop = make_loop(tmp_path, data=Stream(), total_steps=7)
     state = loop.run()
     assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
-    with pytest.raises(ValueError, match="give --max_train_steps"):
-        total_training_steps(None, 1, 3.0, None)
+    with pytest.raises(ValueError, match="--max_train_steps must be given"):
+        count_training_steps(None, 1, 3.0, None)
 
 
 def test_empty_data_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="at least one batch"):
         make_loop(tmp_path, data=[]).run()
 
 
@@ -412,5 +410,5 @@ def test_best_weights_come_back_and_nan_metrics_never_win(tmp_path):
 
 
 def test_total_steps():
-    assert total_training_steps(10, 4, 3.0, None) == 9 and total_training_steps(10, 4, 0.5, None) == 2
-    assert total_training_steps(10, 4, 3.0, 5) == 5 and total_training_steps(10, 1, 0, None) == 0
+    assert count_training_steps(10, 4, 3.0, None) == 9 and count_training_steps(10, 4, 0.5, None) == 2
+    assert count_training_steps(10, 4, 3.0, 5) == 5 and count_training_steps(10, 1, 0, None) == 0

@@ -9,8 +9,8 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 from hf_attn_variants.training.engine.optimization import (
     create_optimizer,
     create_scheduler,
-    no_decay_names,
-    parameter_groups,
+    find_no_decay_parameters,
+    make_parameter_groups,
 )
 from hf_attn_variants.training.engine.settings import OptimizationSettings
 
@@ -30,15 +30,19 @@ def test_exempt_parameters_of_bert_t5_and_talking_heads():
     bert = BertForSequenceClassification(
         BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
-    assert no_decay_names(bert) == {
+    assert find_no_decay_parameters(bert) == {
         name for name, _ in bert.named_parameters() if name.endswith("bias") or "LayerNorm" in name
     }
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, d_ff=8, num_heads=2, d_kv=4))
-    exempt = no_decay_names(t5)
+    exempt = find_no_decay_parameters(t5)
     assert "encoder.final_layer_norm.weight" in exempt and not any(
         "relative_attention_bias" in name for name in exempt
     )
-    assert no_decay_names(nn.Sequential(TalkingHeads())) == {"0.query.bias", "0.logits_proj", "0.weights_proj"}
+    assert find_no_decay_parameters(nn.Sequential(TalkingHeads())) == {
+        "0.query.bias",
+        "0.logits_proj",
+        "0.weights_proj",
+    }
 
 
 def test_decay_shrinks_weights_and_leaves_identity_projections():
@@ -97,14 +101,14 @@ def test_a_run_that_only_evaluates_needs_no_schedule_and_a_polynomial_needs_step
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
     assert create_scheduler(optimizer, OptimizationSettings(**given), total_steps=0).get_last_lr()[0] == 1e-2
-    with pytest.raises(ValueError, match="a warm-up of all 8 steps leaves --lr_scheduler_type polynomial none"):
+    with pytest.raises(ValueError, match="--lr_scheduler_type polynomial needs steps after the warm-up"):
         create_scheduler(optimizer, OptimizationSettings(**given | {"num_warmup_steps": 8}), total_steps=8)
 
 
 def test_groups_hold_each_trainable_parameter_once():
     model = TalkingHeads()
     model.x2l_proj.requires_grad_(False)
-    grouped = [id(parameter) for group in parameter_groups(model, 0.1) for parameter in group["params"]]
+    grouped = [id(parameter) for group in make_parameter_groups(model, 0.1) for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
@@ -139,13 +143,13 @@ def test_warmup_ratio_and_its_limits():
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     rates = rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
-    with pytest.raises(ValueError, match="more than the 8 steps"):
+    with pytest.raises(ValueError, match="at most the 8 steps"):
         create_scheduler(optimizer, replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=8)
-    with pytest.raises(ValueError, match="do not fit linear"):
+    with pytest.raises(ValueError, match="does not fit --lr_scheduler_type linear"):
         create_scheduler(optimizer, replace(SETTINGS, lr_scheduler_kwargs={"x": 1}), total_steps=8)
 
 
 def test_a_run_without_steps_has_no_warmup():
-    from hf_attn_variants.training.engine.settings import warmup_steps
+    from hf_attn_variants.training.engine.settings import get_warmup_steps
 
-    assert warmup_steps(replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=0) == 0
+    assert get_warmup_steps(replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=0) == 0

@@ -19,7 +19,7 @@ from hf_attn_variants.commands import (
     squad,
     uptrain,
 )
-from hf_attn_variants.training.engine.options import fields_by_group
+from hf_attn_variants.training.engine.options import group_fields
 from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings
 from hf_attn_variants.training.glue.settings import GlueSettings
 from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
@@ -47,7 +47,7 @@ def test_a_flag_is_a_field_and_a_default_the_fields(command):
     given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
     again = type(settings)(**{name: getattr(settings, name) for name in given})
     assert again == settings
-    flags = [each.name for _, fields in fields_by_group(type(settings)) for each in fields]
+    flags = [each.name for _, fields in group_fields(type(settings)) for each in fields]
     assert sorted(flags) == sorted(each.name for each in dataclasses.fields(settings))
     assert command.__name__.replace("hf_attn_variants.commands.", "").replace("_", "-") in COMMANDS
 
@@ -75,7 +75,7 @@ def test_a_type_says_how_its_flag_is_read():
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
         ({"model_name_or_path": None}, "--model_name_or_path must be given"),
-        ({"task_name": "imdb"}, "unknown --task_name 'imdb'"),
+        ({"task_name": "imdb"}, "--task_name must be .* got 'imdb'"),
         ({"hub_model_id": "me/x"}, "need --push_to_hub"),
     ],
 )
@@ -129,9 +129,9 @@ def test_a_resumed_run_shares_what_decides_its_weights():
 
 
 def test_groups_come_in_an_order_that_a_reader_expects():
-    titles = [title for title, _ in fields_by_group(GlueSettings)]
+    titles = [title for title, _ in group_fields(GlueSettings)]
     assert titles == ["task", "model", "data", "training", "output", "hub"]
-    assert [title for title, _ in fields_by_group(MaskedLMSettings)][:3] == ["objective", "masking", "text"]
+    assert [title for title, _ in group_fields(MaskedLMSettings)][:3] == ["objective", "masking", "text"]
     shared = {each.name for each in dataclasses.fields(TrainingSettings)}
     more = {each.name for each in dataclasses.fields(FineTuningSettings)} - shared
     assert more == {"max_train_samples", "group_by_length", "pad_to_multiple_of"}

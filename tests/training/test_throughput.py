@@ -97,7 +97,7 @@ def test_a_classifiers_head_reads_a_sequence_once(name):
         )
     )
     base = TrainingCost(getattr(hf_attn_variants, f"AttnVariant{name}Model")(model.config))
-    assert TrainingCost(model).stacks == base.stacks
+    assert TrainingCost(model).coefficients == base.coefficients
 
 
 def test_an_encoder_decoder_counts_sources_and_targets():

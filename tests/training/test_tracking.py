@@ -57,5 +57,5 @@ def test_the_bar_keeps_its_room_in_80_columns_and_scores_stand_above_it(tmp_path
     drawn = screen.getvalue().split("\r")[-1]
     bar.close()
     assert "loss=0.1235]" in drawn and len(drawn.split("|")[1]) >= 10 and len(drawn) <= 80
-    expected = "step 1234, dev: pearson -0.4399, spearmanr 0.5, combined_score 0.1, loss 2.25\n"
+    expected = "Step 1234, dev: pearson -0.4399, spearmanr 0.5, combined_score 0.1, loss 2.25\n"
     assert capsys.readouterr().err == expected

@@ -83,7 +83,7 @@ def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_
         2, run_script, script, [*resumed, *workers], Signal(signal.SIGTERM, terminated, "1")
     )
     assert statuses == [128 + signal.SIGTERM] * 2, output
-    assert output.count(f"SIGTERM: stopped after step {terminated + 1}; the last checkpoint is") == 2, output
+    assert output.count(f"SIGTERM: Training stopped after step {terminated + 1}. The last checkpoint is") == 2, output
     assert list_checkpoints(cut)[-1].name == f"checkpoint-{terminated + 1}"
     assert not (cut / "model.safetensors").exists()
     statuses, output = run_processes(2, run_script, script, resumed)
@@ -97,7 +97,10 @@ def test_ctrl_c_ends_the_step_of_all_processes_and_the_first_one_speaks(flags, t
     pressed = Signal(signal.SIGINT, 5)
     statuses, output = run_processes(2, run_script, "pretrain_mlm", argv, pressed)
     assert statuses == [128 + signal.SIGINT] * 2, output
-    assert output.count("Ctrl-C: stopped after step 6; the last checkpoint is") == 1 and "Traceback" not in output
+    assert (
+        output.count("Ctrl-C: Training stopped after step 6. The last checkpoint is") == 1
+        and "Traceback" not in output
+    )
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-6"]
 
 
@@ -118,14 +121,17 @@ def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp
     argv += ["--train_file", "x.txt", "--max_train_steps", "1"] if name.startswith("pretrain") else []
     statuses, output = run_processes(2, run_script, name, argv)
     assert statuses == [2, 2], output
-    assert output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2 and "give the script --cpu" in output
+    assert (
+        output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2
+        and "Add --cpu to train together" in output
+    )
     assert output.count("\n") == 2 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("variable", "flags", "advice"),
     [
-        ("SLURM_STEP_NUM_TASKS", ["--cpu"], "srun one task a machine"),
+        ("SLURM_STEP_NUM_TASKS", ["--cpu"], "Start one task per machine"),
         ("SLURM_STEP_NUM_TASKS", [], "unset SLURM_STEP_NUM_TASKS"),
         ("OMPI_COMM_WORLD_SIZE", [], "--cpu|accelerate launch"),
     ],

@@ -263,8 +263,8 @@ def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
     for flags, message in (
         (["--train_file", source, table], r"rows\.jsonl is a table and .*source\.txt is not"),
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl is a table and .*source\.txt is not"),
-        (["--train_file", source, *pair], "--text_columns is for tables"),
-        (["--train_file", table, *pair, "more"], "--text_columns takes one column or two, got 3"),
+        (["--train_file", source, *pair], "--text_columns is only for tables"),
+        (["--train_file", table, *pair, "more"], "--text_columns must name one or two columns, got 3"),
         (["--source_file", source], "--source_file is for a decoder that reads targets; this model reads"),
         ([], "--objective distill of this model needs --train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),
@@ -459,7 +459,7 @@ def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert
         ("distill", ["--logits_weight", -1], "--logits_weight must be at least 0"),
         ("distill", ["--lora_rank", 0], "--lora_rank must be at least 1"),
         ("mlm", ["--mlm_probability", 1], "--mlm_probability must be in"),
-        ("distill", ["--max_length", 65], "--max_length 65 is too long"),
+        ("distill", ["--max_length", 65], "--max_length must be at most 64"),
         ("mlm", ["--teacher", "", "--teacher_max_length", 8], "--teacher_max_length is of a --teacher"),
         ("distill", ["--teacher_max_length", 8, "--logits_weight", 1], "pieces of a text have no answer"),
         ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "the dev metrics are loss"),
@@ -478,7 +478,7 @@ def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, t
         run("mlm", model=grouped_t5, teacher=None)
     with pytest.raises(ValueError, match="vocab_size"):
         run("distill", teacher=t5)
-    with pytest.raises(ValueError, match=r"is no AttnVariantBertForMaskedLM|is no BertForMaskedLM: it lacks"):
+    with pytest.raises(ValueError, match=r"cannot be loaded as (AttnVariant)?BertForMaskedLM"):
         run("mlm", model=tiny_bert, teacher=None)
     with pytest.raises(ValueError, match="--logits_weight needs logits"):
         run("distill", "--logits_weight", 1, model=tiny_bert, teacher=tiny_bert)
@@ -503,12 +503,12 @@ def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatc
 
 def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(TrainingLoop, "_step", None)
-    with pytest.raises(ValueError, match="--max_target_length must be at least 2"):
+    with pytest.raises(ValueError, match=r"--max_target_length must be at least 2"):
         run("seq2seq", "--max_target_length", 1, model=t5, teacher=None)
     folder = shutil.copytree(t5, tmp_path / "t5" / "endless")
     tokens = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(ValueError, match="ends no text in an end token"):
+    with pytest.raises(ValueError, match="does not end texts with"):
         run("seq2seq", model=folder, teacher=None)
     tokenizer = AutoTokenizer.from_pretrained(t5)
     sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": len(tokenizer)}
@@ -519,7 +519,7 @@ def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch,
         BartForConditionalGeneration(config).save_pretrained(tmp_path / "t5s" / name)
         tokenizer.save_pretrained(tmp_path / "t5s" / name)
     bart, teacher = tmp_path / "t5s/bart", tmp_path / "t5s/teacher"
-    with pytest.raises(ValueError, match="--max_target_length 33 is too long: the model has 32 positions"):
+    with pytest.raises(ValueError, match=r"--max_target_length must be at most 32, .* got 33"):
         run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
     with pytest.raises(ValueError, match="has 24 positions, for --max_target_length 30: give at most 24"):
         run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)

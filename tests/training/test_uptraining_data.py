@@ -7,9 +7,9 @@ from transformers import AutoTokenizer
 from hf_attn_variants.training.engine.text_rows import (
     TextRows,
     hash_texts,
-    masked_text_collator,
-    pair_collator,
-    text_collator,
+    make_masked_text_collator,
+    make_pair_collator,
+    make_text_collator,
 )
 from hf_attn_variants.training.uptraining.data import hold_out
 
@@ -39,8 +39,8 @@ def test_rows_know_their_key_and_their_length():
 
 def test_masks_are_a_function_of_the_key(tokenizer):
     text = "the dog and the cat were in the house with the man"
-    collate = masked_text_collator(tokenizer, 32, 8, probability=0.5, seed=1)
-    plain = text_collator(tokenizer, 32, 8)([(text, (0, 0)), ("the dog", (0, 1))])
+    collate = make_masked_text_collator(tokenizer, 32, 8, probability=0.5, seed=1)
+    plain = make_text_collator(tokenizer, 32, 8)([(text, (0, 0)), ("the dog", (0, 1))])
     batch = collate([(text, (0, 0)), ("the dog", (0, 1))])
     predicted = batch["labels"] != -100
     assert torch.equal(batch["labels"][predicted], plain["input_ids"][predicted])
@@ -53,12 +53,12 @@ def test_masks_are_a_function_of_the_key(tokenizer):
     length = again["labels"].shape[1]
     assert torch.equal(again["labels"][0], batch["labels"][0, :length])
     others = [collate([(text, key)])["labels"] for key in ((1, 0), (0, 1))]
-    others.append(masked_text_collator(tokenizer, 32, 8, probability=0.5, seed=2)([(text, (0, 0))])["labels"])
+    others.append(make_masked_text_collator(tokenizer, 32, 8, probability=0.5, seed=2)([(text, (0, 0))])["labels"])
     assert not any(torch.equal(again["labels"], other) for other in others)
 
 
 def test_targets_are_moved_one_to_the_right(tokenizer):
-    collate = pair_collator(tokenizer, 16, None, 5, decoder_start_token_id=7, source_prefix="the ")
+    collate = make_pair_collator(tokenizer, 16, None, 5, decoder_start_token_id=7, source_prefix="the ")
     batch = collate([(("dog", "the cat and the dog"), (0, 0)), (("house in the", "dog"), (0, 1))])
     assert tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True) == ["the dog", "the house in the"]
     assert batch["labels"].shape == (2, 5) and (batch["labels"][1] == -100).tolist() == [False] * 3 + [True] * 2

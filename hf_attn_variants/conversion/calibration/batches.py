@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...model_properties import DecoderInput, decoder_input, limits_of_the_call
+from ...model_properties import DecoderInput, decoder_input, ignore_saved_length_limits
 from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
@@ -551,7 +551,7 @@ def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch
     device, positions = next(model.parameters()).device, longest_input(model.config)
     length = length if positions is None else min(length, positions - 1)  # one position is for the start token
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-    with limits_of_the_call(model):
+    with ignore_saved_length_limits(model):
         generate: Any = model.generate
         generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
     return make_decoder_arguments(generated, model.config.pad_token_id)

@@ -204,7 +204,7 @@ def _make_batches(
         model.generation_config.forced_bos_token_id = begin
         start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
         if start is not None:
-            start.give(model)
+            start.apply_to(model)
     make: Callable[..., Batches] = make_audio_batches if is_audio else make_batches
     return make(model, processor, calibration, _make_held_out_generator(plan))
 

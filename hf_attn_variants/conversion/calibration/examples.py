@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import FeatureExtractionMixin, PreTrainedModel
 
-from ...model_properties import limits_of_the_call
+from ...model_properties import ignore_saved_length_limits
 from ...progress import progress_bar
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, CALIBRATION_SIZE, MIN_TEXTS, Calibration, CalibrationLike
@@ -264,7 +264,7 @@ def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) 
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
     features = batch["input_features"].to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: there is no padding
-    with limits_of_the_call(model):
+    with ignore_saved_length_limits(model):
         generate: Any = model.generate
         generated = generate(features, attention_mask=mask, **options)
     return make_decoder_arguments(generated.sequences, model.generation_config.pad_token_id)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoFeatureExtractor, PreTrainedModel
 
-from ...model_properties import Answer, DecoderInput, answer_of, decoder_input
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, logits_kind
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
@@ -148,12 +148,12 @@ class SourceOutputs:
         self._length, self.device = calibration.written_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._generates = decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
-        self._answer = answer_of(model)
+        self._logits_kind = logits_kind(model)
         self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
         name = type(model).__name__
         self._is_tagger, self._chooses = name.endswith("ForTokenClassification"), name.endswith("ForMultipleChoice")
-        self._measure = _select_measure(model, self._answer, self._generates)
+        self._measure = _select_measure(model, self._logits_kind, self._generates)
         self._batches: Sequence[Batch] = batches
         self._targets: Sequence[Batch | None] = [None] * len(batches)
         if self._measure == "tokens" and calibration.audio is None:
@@ -176,7 +176,7 @@ class SourceOutputs:
             # BART's classifiers need an end token, and raise an error if it was truncated.
             self._measure = "embeddings"
             self._source_outputs = self._compute_outputs(model, is_source=True)
-        if self._measure == "predictions" and self._answer is Answer.LABELS:
+        if self._measure == "predictions" and self._logits_kind is LogitsKind.LABELS:
             # A label that most examples have is informative if it is missing. If there are neither such labels nor
             # rare ones, the scores are compared instead.
             rows = torch.stack(self._source_outputs["predictions"])
@@ -236,7 +236,7 @@ class SourceOutputs:
 
     def _get_common_prediction(self) -> int | None:
         """Return the prediction that is left out if both models make it, or None if all predictions count."""
-        if self._answer is Answer.LABELS:
+        if self._logits_kind is LogitsKind.LABELS:
             return None
         values, counts = torch.cat(self._source_outputs["predictions"]).unique(return_counts=True)
         is_common = self._is_tagger or counts.max() > COMMON * counts.sum()
@@ -244,7 +244,7 @@ class SourceOutputs:
 
     def _is_counted(self, predictions: torch.Tensor) -> torch.Tensor:
         """Return which predictions count."""
-        if self._answer is Answer.LABELS:
+        if self._logits_kind is LogitsKind.LABELS:
             return predictions ^ self._is_frequent
         common = self._get_common_prediction()
         return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
@@ -322,7 +322,7 @@ class SourceOutputs:
             pair = [logits.masked_fill(~is_read, -math.inf) for logits in (output.start_logits, output.end_logits)]
             return list(torch.stack([logits.argmax(-1) for logits in pair], 1).cpu())
         logits = output.logits
-        if self._answer is Answer.LABELS:
+        if self._logits_kind is LogitsKind.LABELS:
             return list((logits > 0).cpu())
         predicted = logits.argmax(-1).cpu()
         if not self._is_tagger:
@@ -342,18 +342,18 @@ def _get_encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
     return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
 
 
-def _select_measure(model: PreTrainedModel, answer: Answer, generates: bool) -> str:
+def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
     """Return the measure in `BOUNDS` for a model."""
     if generates:
         return "tokens"
     if model.get_output_embeddings() is not None:
         return "loss"
     name = type(model).__name__
-    if answer is Answer.SCORES or name.endswith("ForMultipleChoice"):
+    if kind is LogitsKind.SCORES or name.endswith("ForMultipleChoice"):
         return "scores"
-    if answer is Answer.LABELS:
+    if kind is LogitsKind.LABELS:
         return "predictions"
-    classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
+    classifies = any(part in name for part in ("Classification", "QuestionAnswering", "NextSentence"))
     return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"
 
 

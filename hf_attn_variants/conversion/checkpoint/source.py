@@ -25,7 +25,7 @@ from ...files import (
     WEIGHTS_NAME,
     load_json,
 )
-from ...model_folder import ADAPTER_FILES, unfinished_swap
+from ...model_folder import ADAPTER_FILES, unfinished_model_advice
 
 __all__ = [
     "cached_folder",
@@ -92,7 +92,7 @@ def check_files(folder: Path) -> None:
         OSError: if a file is a link out of the folder, a broken link, a pipe or a device, or if a run was killed while
             it wrote the folder.
     """
-    if advice := unfinished_swap(folder):
+    if advice := unfinished_model_advice(folder):
         raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
         if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):

@@ -1,1 +1,1 @@
-"""What variants of a checkpoint take and what they lose, in memory."""
+"""The size and the loss of the variants of a checkpoint, measured without writing them."""

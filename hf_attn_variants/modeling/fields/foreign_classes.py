@@ -61,7 +61,7 @@ def fields_in_effect(config: Any) -> list[str]:
     plain = type(config).from_dict(values | {"model_type": type(config).model_type})
     # Sizes and seeds change nothing without the mechanism that they belong to.
     own = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
-    own |= {name for name in variant_fields if row_of(name)[1].unknown_upstream}
+    own |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
     changed = [name for name in variant_fields if name in own and getattr(config, name) != getattr(plain, name)]
     # A latent as wide as its input takes no weights, and "absolute" names the architecture's own positions.
     idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}

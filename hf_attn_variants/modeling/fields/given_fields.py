@@ -31,8 +31,7 @@ def wrong_name(config_class: Any, name: str) -> str | None:
     # A field with the prefix of a place that this architecture does not have is nearly a field too.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
     meant = nearest(name, known) or prefixed.get(nearest(name, prefixed) or "")
-    text = f"`{name}` is not a field of {config_class.__name__}: did you mean `{meant}` ({{}})?"
-    return None if meant is None else text.format(known[meant])
+    return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
 
 
 def _upstream_names() -> set[str]:

@@ -61,7 +61,8 @@ def check_talking_heads(config: Any) -> None:
                 f'layers. "{NONE}" means that the encoder has none.'
             )
         for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
-            _check_layer(config, prefix, group, layer)
+            if TalkingHeads.of(config, prefix, layer).kind is not None:
+                _check_layer(config, prefix, group, layer)
     if not listed_by_layer(config, ("",)):
         talking = TalkingHeads.of(config, "", 0)
         counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2

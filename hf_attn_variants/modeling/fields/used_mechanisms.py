@@ -1,5 +1,6 @@
 """The mechanisms that a configuration uses, by which the code of a repository is chosen."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..mechanisms.mechanism import NONE, PREFIXES
@@ -12,6 +13,7 @@ MECHANISMS = {
     "attention_kernel": "linear_attention",
     "attention_pattern": "patterns",
     "kv_lora_rank": "latents",
+    "per_layer_values": "unequal_layers",
     "position_embedding_type": "sinusoidal_positions",
     "score_function": "additive_score",
     "talking_heads": "talking_heads",
@@ -29,11 +31,12 @@ def used_mechanisms(config: Any) -> frozenset[str]:
         >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
         frozenset({'patterns'})
     """
-    by_layer = config.per_layer_values or {}
+    by_layer = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
     used = set()
     for field, mechanism in MECHANISMS.items():
-        for prefix in PREFIXES:
-            values = (getattr(config, prefix + field, None), *by_layer.get(prefix + field, ()))
+        for name in (prefix + field for prefix in PREFIXES):
+            layers = by_layer.get(name)
+            values = [getattr(config, name, None), *(layers if isinstance(layers, list | tuple) else ())]
             if any(value not in IDLE for value in values):
                 used.add(mechanism)
     return frozenset(used)

@@ -148,6 +148,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         Raises:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
+        used = used_mechanisms(self)
+        check_included(used)
         for name in self.layer_fields:
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
@@ -157,9 +159,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
-        self.per_layer_values = checked_layer_values(self)
-        used = used_mechanisms(self)
-        check_included(used)
+        if self.per_layer_values is not None:
+            self.per_layer_values = checked_layer_values(self)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
@@ -178,11 +179,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self.use_cache = False
 
     @classmethod
-    def variant_fields(cls) -> dict[str, str]:
-        """Return the fields that this package adds to upstream's, described; key/value heads first, then ranks."""
+    def variant_fields(cls) -> tuple[str, ...]:
+        """Return the fields that this package adds to those of Transformers: key/value heads first, then ranks."""
         own = [each for each in fields(cls) if "variant" in each.metadata]
         own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
-        return {each.name: each.metadata["variant"] for each in own}
+        return tuple(each.name for each in own)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:

@@ -20,8 +20,9 @@ from .attention_operands import Operands
 from .backend_choice import BACKENDS, choose_backend
 from .reach import Reach
 from .triton_attention import covers_device, is_supported
+from .variant_attention import check_mask
 
-__all__ = ["NAMESPACE", "autocasts", "check_mask", "one_dtype", "registered_op", "talking_heads_attention"]
+__all__ = ["NAMESPACE", "autocasts", "one_dtype", "registered_op", "talking_heads_attention"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -92,19 +93,6 @@ def talking_heads_attention(
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     with_backward = with_backward and not torch.jit.is_tracing()  # which runs again without gradients, and compares
     return _forward_op(*operands, backend, with_backward)[0]
-
-
-def check_mask(mask: Tensor | None) -> None:
-    """Check that a mask is boolean or additive.
-
-    Raises:
-        ValueError: for whole numbers, of which it is unclear whether they are to be added.
-    """
-    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
-            f"{mask.dtype}: make it `mask.bool()`."
-        )
 
 
 def autocasts(device: str) -> bool:

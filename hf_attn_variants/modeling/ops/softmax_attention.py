@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .latent_decoding import attend_to_one_latent, one_latent_serves
-from .memory_efficient_attention import check_mask
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+from .variant_attention import check_mask
 
 __all__ = ["attention_with_weights", "fused_attention"]
 

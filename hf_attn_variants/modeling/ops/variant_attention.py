@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["AttentionHeads", "VariantAttention", "call_options", "implementation_of", "wants_weights"]
+__all__ = ["AttentionHeads", "VariantAttention", "call_options", "check_mask", "implementation_of", "wants_weights"]
 
 
 class AttentionHeads(NamedTuple):
@@ -83,3 +83,16 @@ def call_options(
         "is_causal": bool(mask is None and asked and query.shape[2] > 1),
         "dropout": dropout,
     }
+
+
+def check_mask(mask: torch.Tensor | None) -> None:
+    """Check that a mask is boolean or additive.
+
+    Raises:
+        ValueError: for whole numbers, of which it is unclear whether they are to be added.
+    """
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
+            f"{mask.dtype}: make it `mask.bool()`."
+        )

@@ -16,14 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ...input_files import is_blank
 from ...text_files import column_names, column_value, row_place
 from ..engine.tables import (
-    UNKNOWN,
-    Source,
-    absent_column,
-    check_column,
-    named_label,
-    read_sources,
-    text_of,
-    with_recorded_columns,
+    UNKNOWN_LABELS,
+    SplitRows,
+    apply_recorded_columns,
+    find_absent_recorded_column,
+    get_label_name,
+    get_text,
+    read_splits,
+    resolve_label_column,
 )
 from .labels import Cell, LabelScheme, check_names, counted, listed, look, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
@@ -227,7 +227,7 @@ class Rows:
 
 
 def _read(
-    name: str, source: Source, text_columns: Sequence[str], label_column: str | None, separator: str | None
+    name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
 ) -> Rows:
     """Read all rows of a split; a blank text is one, and is counted.
 
@@ -243,7 +243,7 @@ def _read(
             known.update(record.values)
             rows.others.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
-            texts.append(text_of(record, column, "--text_columns"))
+            texts.append(get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
             blank.append(record.place)
         rows.files.append(record.file)
@@ -251,7 +251,7 @@ def _read(
         rows.numbers.append(record.number)
         if label_column is not None:
             value = column_value(record.values, label_column)
-            value = value if names is None else named_label(value, names)
+            value = value if names is None else get_label_name(value, names)
             rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text, which is read as it is; the first is %s"
@@ -271,16 +271,16 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         ValueError: if it holds something else, lacks a column, or labels are not of one kind; the message names the
             file, the row and the column.
     """
-    sources = read_sources(settings)
+    sources = read_splits(settings)
     first = next(iter(sources.values())).first
     given = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    lost = absent_column(settings, first.values, "label_column")
-    settings = with_recorded_columns(settings, first.values, columns, ("threshold",))
+    lost = find_absent_recorded_column(settings, first.values, "label_column")
+    settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
     text_columns, label_column = _columns(next(iter(sources.items())), settings, lost)
     read = {}
     for name, source in sources.items():
-        column = check_column(name, source, label_column, "--label_column")
+        column = resolve_label_column(name, source, label_column, "--label_column")
         read[name] = _read(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
         class_names = next((found for each in sources.values() if (found := each.class_names(label_column))), None)
@@ -317,7 +317,7 @@ def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
 
 
 def _columns(
-    first: tuple[str, Source], settings: ClassificationSettings, lost: str | None
+    first: tuple[str, SplitRows], settings: ClassificationSettings, lost: str | None
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the columns of texts and of labels; `lost` is that of the model's training, where it is not there."""
     name, source = first
@@ -332,7 +332,7 @@ def _columns(
 def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
     """Say whether a test split's labels are not known: all empty, or the -1 of the Hub's."""
     found = set(cells)
-    return found <= {None, ()} or (len(found) == 1 and found <= UNKNOWN and not found & {*scheme.names})
+    return found <= {None, ()} or (len(found) == 1 and found <= UNKNOWN_LABELS and not found & {*scheme.names})
 
 
 def _scheme_of_training(

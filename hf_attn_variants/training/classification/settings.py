@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option, parse_json
+from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option, parse_json_flag
 from ..engine.settings import TableSettings
 
 __all__ = [
@@ -30,7 +30,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 
 def _weights(text: str) -> Any:
-    return parse_json(text) if text.lstrip().startswith("{") else text
+    return parse_json_flag(text) if text.lstrip().startswith("{") else text
 
 
 @dataclass(frozen=True, kw_only=True)

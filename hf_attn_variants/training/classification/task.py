@@ -19,12 +19,12 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from ...files import CONFUSION_FILE
 from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, Scores, run_rows
-from ..engine.losses import Objective, plain_logits
-from ..engine.models import LabelMap, check_trained_head, load_classifier, load_config, model_name
+from ..engine.finetune import FineTuningTask, MetricEvaluator, run_rows
+from ..engine.losses import Objective, compute_logits
+from ..engine.models import LabelMap, check_trained_head, get_model_name, load_classifier, load_config
 from ..engine.options import check_metric
 from ..engine.settings import FineTuningSettings
-from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
+from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
 from .data import ClassificationSplit, hash_rows, load_classification_data, make_rows, tokenize_split
 from .labels import LabelScheme, class_weights
 from .metrics import MOST_DRAWN, Predictions, draw_confusion, score, score_details
@@ -52,7 +52,7 @@ def classification_objective(weights: Tensor | None = None) -> Objective:
         weights: one a label [L], in the order of the model's outputs; None: 1 each.
     """
     return Objective(
-        loss_sum=lambda model, batch: loss_sum(plain_logits(model, batch).float(), batch["labels"], weights),
+        loss_sum=lambda model, batch: loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
         count=lambda batch: len(batch["labels"]),
     )
 
@@ -87,7 +87,7 @@ class EvalSet:
     labels: Any  # in the task's order; None where there are none
 
 
-class LogitsEvaluator(Scores, ABC):
+class LogitsEvaluator(MetricEvaluator, ABC):
     """Evaluates dev splits by the logits of their rows; keeps what a task makes of them."""
 
     def __init__(
@@ -123,7 +123,7 @@ class LogitsEvaluator(Scores, ABC):
         return run_rows(self.accelerator, self.model, loader, order, self._logits, name, self.settings)[0]
 
     def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
-        return (plain_logits(self.model, batch).float(),)
+        return (compute_logits(self.model, batch).float(),)
 
     def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
         labels = labels_of_model(np.asarray(eval_set.labels), self.label_map)
@@ -167,7 +167,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
             ValueError: if the tokenizer cannot be made to fit, or the length.
         """
         fit_token_types(self.tokenizer, self.config)
-        close_texts(self.tokenizer, self.config, pair)
+        append_end_tokens(self.tokenizer, self.config, pair)
         length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
         check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
@@ -353,7 +353,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         if not drawn or not self.accelerator.is_main_process:
             return
         matrix = score_details(self.scheme, found, np.asarray(rows.labels))["confusion_matrix"]
-        title = f"{model_name(self.settings)}, {split}: {len(rows.split):,} rows"
+        title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
         draw_confusion(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _lines(self, rows: EvalSet, found: Predictions) -> str:

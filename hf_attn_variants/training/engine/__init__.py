@@ -1,1 +1,1 @@
-"""What every training shares."""
+"""Settings, data loading and the training loop that all training tasks share."""

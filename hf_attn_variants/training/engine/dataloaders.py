@@ -1,4 +1,4 @@
-"""Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
+"""Dataloaders whose order depends only on the seed and the epoch, so that a run can resume anywhere in an epoch."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -24,32 +24,32 @@ __all__ = [
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
-    "in_rows_order",
     "prepare_eval_dataloader",
     "prepare_train_dataloader",
+    "restore_row_order",
 ]
 
 
 class Rows(Protocol):
-    """Examples by index."""
+    """A collection of examples that is accessed by index."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of examples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return one."""
+        """Return the example with this index."""
 
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """A run's training batches.
+    """The training batches of a run.
 
     Attributes:
-        loader: yields them; prepared by accelerate.
-        start_epoch: is told the epoch that begins.
-        count: how many each process sees in an epoch; None for a stream, whose length nobody knows.
-        examples: how many there are in an epoch; None for a stream.
-        seek: where to go on in a resumed epoch, see `TrainingLoop`; None: batches are read again.
+        loader: Yields the batches; prepared by Accelerate.
+        start_epoch: Called with the number of the epoch when it starts.
+        count: The number of batches per process and epoch. None for a stream of unknown length.
+        examples: The number of examples per epoch. None for a stream.
+        seek: Continues in the middle of an epoch; see `TrainingLoop`. None: the batches are read again and skipped.
     """
 
     loader: Any
@@ -59,36 +59,47 @@ class TrainingBatches:
     seek: Callable[[int, list[int]], None] | None = None
 
 
-# The label of a token that is not to be predicted: torch's own default.
+# The label of tokens without a loss, as in PyTorch's cross-entropy.
 IGNORED_LABEL = -100
 
 
 class EpochSampler(Sampler[int]):
-    """Shuffles example indices by (seed, epoch), optionally in batches of examples of like length.
+    """Shuffles example indices by seed and epoch, optionally in batches of examples of similar length.
 
-    It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is
-    not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
+    The sampler has no random state: after `start_epoch(n)` each iteration yields the n-th order. The method is not
+    called `set_epoch`, because Accelerate calls a method of that name with its own count, which starts again at 0 in
+    a resumed run.
 
     Args:
-        group_lengths: tokens of each example, to group by length in batches of `batch_size`; None shuffles freely.
+        length: The number of examples.
+        seed: The random seed.
+        group_lengths: The number of tokens of each example, to group examples by length. None: no groups.
+        batch_size: The size of the batches in which examples are grouped.
+
+    Example:
+        ```python
+        sampler = EpochSampler(length=1000, seed=42)
+        sampler.start_epoch(3)
+        order = list(sampler)
+        ```
     """
 
     def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
         if length < 1:
-            raise ValueError("there are no training examples")
+            raise ValueError("There are no training examples.")
         self.length, self.seed, self.batch_size = length, seed, batch_size
         self.group_lengths = list(group_lengths) if group_lengths is not None else None
         self.epoch = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch whose order `__iter__` yields (counted from 0)."""
+        """Select the epoch (from 0) whose order the sampler yields."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        # Not seed + epoch: the orders of seed 1 would be those of seed 0 an epoch later.
+        # Not seed + epoch, because seed 1 would then have the orders of seed 0 one epoch later.
         seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
         generator = torch.Generator().manual_seed(seed)
         if self.group_lengths is None:
@@ -97,8 +108,10 @@ class EpochSampler(Sampler[int]):
         return iter(self._shuffle_batches(indices, generator))
 
     def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
-        # Fifty batches at a time they come from long to short; a model would learn long texts and forget short ones in
-        # turns. The longest batch stays first: memory that is too small fails at once. An incomplete one stays last.
+        """Shuffle the batches of indices that are grouped by length."""
+        # Within groups of fifty batches, the lengths decrease. Without shuffling, the model would see long and short
+        # texts in turns and forget one while it learns the other. The longest batch stays first, so that a lack of
+        # memory shows at once, and an incomplete batch stays last.
         size = self.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
         shuffled = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
@@ -114,11 +127,11 @@ def create_train_dataloader(
     seed: int,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Make a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
+    """Create a training dataloader that does not use the global random state, so that dropout resumes exactly.
 
-    `collate` must be a function of the examples alone: batches are prepared ahead of the step that uses them.
+    `collate` must depend only on the examples, because batches are prepared before the step that uses them.
     """
-    return _data_loader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+    return _make_dataloader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
 
 def prepare_train_dataloader(
@@ -128,16 +141,24 @@ def prepare_train_dataloader(
     collate: Callable[[list], Any],
     lengths: Callable[[], Sequence[int]],
 ) -> tuple[DataLoader | list, EpochSampler]:
-    """Make the prepared training dataloader that the settings ask for, and the sampler that knows its epochs.
+    """Create and prepare the training dataloader for the settings.
 
-    Without rows (a run that only evaluates) there are no batches. `lengths` is called where it groups rows.
+    Args:
+        settings: The settings of the run.
+        accelerator: The accelerator of the run.
+        rows: The training examples.
+        collate: Makes a batch from a list of examples.
+        lengths: Returns the length of each example. It is called only if `group_by_length` is set.
+
+    Returns:
+        The dataloader (an empty list if there are no rows, in a run that only evaluates) and its sampler.
     """
     batch_size, seed = settings.per_device_train_batch_size, settings.seed
     group_lengths = lengths() if settings.group_by_length else None
     sampler = EpochSampler(max(len(rows), 1), seed, group_lengths, batch_size * accelerator.num_processes)
     if not len(rows):
         return [], sampler
-    data: Any = rows  # torch takes all that has these two methods
+    data: Any = rows  # PyTorch accepts any object with these two methods
     loader = create_train_dataloader(data, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
     return accelerator.prepare(loader), sampler
 
@@ -145,13 +166,13 @@ def prepare_train_dataloader(
 def create_stream_dataloader(
     accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
 ) -> DataLoader:
-    """Make a prepared dataloader of a stream of batches that are each process's own, with 0 workers or 1.
+    """Create and prepare a dataloader for a stream of batches in which each process has its own batches.
 
-    accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
-    and draw from the random state that dropout uses.
+    `num_workers` is 0 or 1. Accelerate's preparation is not used, because it would read only on the main process, fill
+    the last batch with rows of the first one, and use the random state of dropout.
     """
     return prepare_data_loader(
-        _data_loader(stream, seed, num_workers, batch_size=None),
+        _make_dataloader(stream, seed, num_workers, batch_size=None),
         accelerator.device,
         num_processes=1,
         process_index=0,
@@ -164,8 +185,8 @@ def create_stream_dataloader(
 def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
-    """Make a dataloader in the data's own order, which leaves the global random state alone as well."""
-    return _data_loader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
+    """Create a dataloader in the order of the data, which does not use the global random state."""
+    return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
 def prepare_eval_dataloader(
@@ -175,9 +196,12 @@ def prepare_eval_dataloader(
     lengths: Sequence[int],
     collate: Callable[[list], Any],
 ) -> tuple[DataLoader, list[int]]:
-    """Make a prepared dataloader of rows, longest first: little padding, and memory that is too small fails at once.
+    """Create and prepare a dataloader with the longest rows first.
 
-    Return it and the numbers of the rows in its order, for `in_rows_order`.
+    This order needs little padding, and a lack of memory shows at once.
+
+    Returns:
+        The dataloader, and the indices of the rows in its order, for `restore_row_order`.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     data: Any = rows
@@ -187,27 +211,34 @@ def prepare_eval_dataloader(
     return accelerator.prepare(loader), order
 
 
-def in_rows_order(found: Tensor, order: Sequence[int]) -> np.ndarray:
-    """Return what `prepare_eval_dataloader`'s rows gave, a first dimension of rows, in the rows' own order."""
-    restored = np.empty(found.shape, dtype=found.numpy().dtype)
-    restored[list(order)] = found.numpy()
+def restore_row_order(outputs: Tensor, order: Sequence[int]) -> np.ndarray:
+    """Return outputs for the rows of `prepare_eval_dataloader` in the original order of the rows.
+
+    Args:
+        outputs: [rows, ...], in the order of the dataloader.
+        order: The indices of the rows in the order of the dataloader.
+    """
+    restored = np.empty(outputs.shape, dtype=outputs.numpy().dtype)
+    restored[list(order)] = outputs.numpy()
     return restored
 
 
-def _data_loader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
+def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
+    """Create a dataloader with its own random generator and workers that ignore stop signals."""
     on_gpu = bool(PartialState._shared_state) and PartialState().device.type == "cuda"
     return DataLoader(
         data,
         num_workers=num_workers,
         worker_init_fn=_ignore_stop_signals,
-        # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
+        # Without its own generator, each new iterator would draw a seed from the random state of dropout.
         generator=torch.Generator().manual_seed(seed),
-        pin_memory=on_gpu and torch.cuda.is_available(),  # a GPU that the run does not use is left alone
+        pin_memory=on_gpu and torch.cuda.is_available(),  # do not touch a GPU that the run does not use
         **options,
     )
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    # They are sent to all processes of a job, and the loop needs its workers until it has saved a checkpoint.
+    """Ignore SIGTERM and Ctrl-C in a dataloader worker."""
+    # All processes of a job receive them, but the loop needs its workers until it has saved a checkpoint.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

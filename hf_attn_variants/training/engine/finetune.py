@@ -1,4 +1,4 @@
-"""The course of every fine-tuning: load, train, save, evaluate and predict. A task supplies what is specific to it."""
+"""The common course of fine-tuning: load, train, save, evaluate and predict. Tasks supply the specific parts."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,24 +18,24 @@ from ...errors import NonFiniteLossError
 from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
-from .dataloaders import Rows, TrainingBatches, in_rows_order, prepare_train_dataloader
+from .dataloaders import Rows, TrainingBatches, prepare_train_dataloader, restore_row_order
 from .loop import TrainingLoop
 from .losses import Objective
-from .models import model_name
+from .models import get_model_name
 from .optimization import prepare_training
 from .outputs import progress_bar
 from .session import open_session, start_run
-from .settings import FineTuningSettings, LoopSettings, OutputSettings, total_training_steps
-from .tables import warn_of_other_length
+from .settings import FineTuningSettings, LoopSettings, OutputSettings, count_training_steps
+from .tables import warn_about_max_length
 
-__all__ = ["Evaluator", "FineTuningTask", "Scores", "fine_tune", "run_rows", "shown_metrics"]
+__all__ = ["Evaluator", "FineTuningTask", "MetricEvaluator", "fine_tune", "list_shown_metrics", "run_rows"]
 
 
-class Scores:
-    """Computes dev metrics when called, and keeps them; what an `Evaluator` is made of.
+class MetricEvaluator:
+    """An `Evaluator` that calls a function for the dev metrics and stores them.
 
     Args:
-        compute: returns the dev metrics, by name without "eval_".
+        compute: Returns a dictionary of the dev metrics, with names without "eval_".
     """
 
     def __init__(self, compute: Callable[[], dict[str, float]]):
@@ -60,47 +60,49 @@ def run_rows(
     name: str,
     settings: OutputSettings,
 ) -> list[np.ndarray]:
-    """Run a model over the rows of `prepare_eval_dataloader`.
+    """Run a model on all rows of a dataloader from `prepare_eval_dataloader`.
 
     Args:
-        accelerator, model: the run's.
-        loader, order: the batches, and which rows they hold.
-        outputs: a batch -> tensors [b, ...] of one shape beyond b for all batches.
-        name: what the progress bar says.
-        settings: the run's: whether there is a bar.
+        accelerator: The accelerator of the run.
+        model: The prepared model.
+        loader: The batches.
+        order: The indices of the rows in the order of the batches.
+        outputs: Maps a batch to tensors [b, ...]. Except for b, the shape is the same for all batches.
+        name: The name of the data, for the progress bar.
+        settings: The settings of the run, which can disable the progress bar.
 
     Returns:
-        Each of the tensors for all rows, in the rows' own order.
+        One array per tensor, with all rows in their original order.
 
     Raises:
-        NonFiniteLossError: if some of them are NaN or infinite: the likeliest of these is the first class or word, and
-            would be scored as an answer. Minus infinity is what there is no choice for.
+        NonFiniteLossError: If an output is NaN or plus infinity. Without this check, the first class or word would be
+            taken as the answer and scored. Minus infinity is allowed, because it marks excluded choices.
     """
     model.eval()
     gathered: list[Any] = []
     for batch in progress_bar(
         accelerator, settings.disable_tqdm, iterable=loader, desc=f"Running {name}", leave=False
     ):
-        # Rows repeated to fill the last batch of each process are left out again.
+        # `gather_for_metrics` drops the rows that were repeated to fill the last batch of each process.
         gathered.append([part.cpu() for part in accelerator.gather_for_metrics(outputs(batch))])
-    parts = [torch.cat(each) for each in zip(*gathered, strict=True)]
-    _check_numbers(parts, name)
-    return [in_rows_order(part, order) for part in parts]
+    parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
+    _check_finite(parts, name)
+    return [restore_row_order(part, order) for part in parts]
 
 
-def _check_numbers(parts: Sequence[Tensor], name: str) -> None:
-    """Check that no row has an output that is NaN or infinite; minus infinity stands for none."""
+def _check_finite(parts: Sequence[Tensor], name: str) -> None:
+    """Check that no row has an output that is NaN or plus infinity."""
     bad_parts = [part.isnan() | part.isposinf() for part in parts]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
     if bad := int(rows.sum()):
         raise NonFiniteLossError(
-            f"the model's outputs are NaN or infinite for {bad} of {len(rows)} rows of {name}: no scores are made. "
-            "Its weights have NaN in them, or its numbers grow too large: try --mixed_precision no"
+            f"The outputs of the model are NaN or infinite for {bad} of {len(rows)} rows of {name}, so they cannot be "
+            "scored. Try --mixed_precision no. If that does not help, the weights contain NaN."
         )
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-# What evaluates is of the task: so its own methods know it by its class.
+# The type of a task's evaluator, so that the methods of the task know its attributes.
 EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
 
 
@@ -108,33 +110,36 @@ class Evaluator(Protocol):
     """Computes the dev metrics.
 
     Attributes:
-        metrics: those of the last evaluation, by name without "eval_".
-        seconds: what it took.
+        metrics: The metrics of the last evaluation, with names without "eval_".
+        seconds: The duration of the last evaluation.
     """
 
     metrics: dict[str, float]
     seconds: float
 
     def __call__(self) -> dict[str, float]:
-        """Evaluate the dev data: "loss", the task's metrics."""
+        """Evaluate the dev data and return the metrics, among them "loss"."""
 
 
 class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
-    """One run's task. `__init__` loads configuration, tokenizer and data: what is wrong with them is said first.
+    """The parts of a fine-tuning run that are specific to a task.
 
-    The methods are called in this order: `load_model`, which may set `rows`, then `make_evaluator`, `objective` and
-    the fingerprints, then those of the training, then those of what comes of it.
+    `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported first. Then
+    `fine_tune` calls `load_model` (which may set `rows`), `training_batches` and `total_steps`; then `make_evaluator`,
+    `objective` and the fingerprints; then the methods around the training, and finally those for results and
+    predictions.
 
     Attributes:
-        settings, accelerator: the run's.
-        tokenizer: saved with the model.
-        rows: the training examples by index; none for a run that only evaluates. A task whose `training_batches` are
-            others has no need of it.
-        collate: a list of rows -> a batch, a dict of tensors.
-        main_metric: the dev metric that tells the best weights where the settings name none.
-        shown_metrics: those that are drawn and printed, where the results have them.
-        unit: what an example is called in the results.
-        name: what is learned, as it stands above the curves and before the scores.
+        settings: The settings of the run.
+        accelerator: The accelerator of the run.
+        tokenizer: The tokenizer, which is saved with the model.
+        rows: The training examples by index; empty if the run only evaluates. Not needed by a task with its own
+            `training_batches`.
+        collate: Makes a batch, a dictionary of tensors, from a list of rows.
+        main_metric: The dev metric that selects the best weights if the settings do not name one.
+        shown_metrics: The dev metrics that are plotted and printed, if the results contain them.
+        unit: The plural name of an example in the results.
+        name: The name of the task, for the title of plots and the printed scores.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -147,11 +152,11 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        warn_of_other_length(settings)
+        warn_about_max_length(settings)
 
     @abstractmethod
     def load_model(self) -> PreTrainedModel:
-        """Return the model to train; new weights are drawn with the run's seed set."""
+        """Return the model to train. The random seed of the run is set before."""
 
     @abstractmethod
     def objective(self) -> Objective:
@@ -159,19 +164,19 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     @abstractmethod
     def make_evaluator(self, model: nn.Module) -> EvaluatorT | None:
-        """Return what evaluates the model, prepared by accelerate; None where there are no dev data."""
+        """Return the evaluator of the prepared model, or None if there are no dev data."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells this run's training data from others."""
+        """Return values that identify the training data."""
 
     @abstractmethod
     def dev_fingerprint(self) -> dict[str, Any]:
-        """Return what tells its dev data and their scoring from others."""
+        """Return values that identify the dev data and how they are scored."""
 
     def summary(self, results: dict[str, Any]) -> str:
-        """Return what is printed at the end, up to the "N steps in ..." that follows it."""
-        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in shown_metrics(self, results)]
+        """Return the text that is printed at the end of the run, before "N steps in ..."."""
+        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in list_shown_metrics(self, results)]
         return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
     def lengths(self) -> Sequence[int]:
@@ -179,10 +184,10 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
     def start_epoch(self, epoch: int) -> None:
-        """Be told which epoch begins."""
+        """Prepare the epoch that begins. The default does nothing."""
 
     def training_batches(self) -> TrainingBatches:
-        """Return the training batches: those of `rows`, unless a task has others."""
+        """Return the training batches, which by default consist of `rows`."""
         loader, sampler = prepare_train_dataloader(
             self.settings, self.accelerator, self.rows, self.collate, self.lengths
         )
@@ -194,9 +199,13 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         return TrainingBatches(loader, start_epoch, len(loader), len(self.rows))
 
     def total_steps(self, batches_per_epoch: int | None) -> int:
-        """Return the optimiser steps of the run; an epoch of unknown length has None batches."""
+        """Return the number of optimizer steps of the run.
+
+        Args:
+            batches_per_epoch: The number of batches per process and epoch. None if it is unknown.
+        """
         settings = self.settings
-        return total_training_steps(
+        return count_training_steps(
             batches_per_epoch,
             settings.gradient_accumulation_steps,
             settings.num_train_epochs,
@@ -204,14 +213,14 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         )
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
-        """Return fields of `LoopSettings` that are not as the run's settings have them."""
+        """Return fields of `LoopSettings` that differ from the settings of the run."""
         return {}
 
     def before_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None) -> None:
-        """Look at the model once all is loaded, unless the run resumes."""
+        """Inspect the model when everything is loaded. This is not called if the run resumes."""
 
     def after_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None, model: nn.Module) -> nn.Module:
-        """Return the trained model as it is to be saved."""
+        """Return the trained model in the form in which it is saved."""
         return model
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
@@ -219,56 +228,69 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: EvaluatorT) -> None:
-        """Evaluate the weights that training ended with, unless that was done."""
-        if not loop.scores_are_current():
+        """Evaluate the final weights, unless the last evaluation did that already."""
+        if not loop.has_current_scores():
             evaluator()
 
     def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
-        """Return further results of the dev data, "eval_samples" among them."""
+        """Return additional results of the dev data, such as "eval_samples"."""
         return {}
 
     def results(self) -> dict[str, Any]:
-        """Return further results of the run."""
+        """Return additional results of the run."""
         return {}
 
     def predictions(self, evaluator: EvaluatorT) -> dict[str, str]:
-        """Return the contents of the files of dev predictions, by name without `outputs.PREDICTIONS_PREFIX`."""
+        """Return the files with dev predictions: contents by file name, without `outputs.PREDICTIONS_PREFIX`."""
         return {}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Predict the test data. Return their results, and the files' contents as `predictions` does."""
+        """Predict the test data.
+
+        Returns:
+            The results of the test data, and the contents of the files as in `predictions`.
+        """
         return {}, {}
 
 
 def fine_tune(task: type[FineTuningTask[SettingsT, Any]], settings: SettingsT) -> dict[str, Any]:
-    """Fine-tune a checkpoint, save it, score it on the dev data and predict the test data.
+    """Fine-tune a checkpoint, save it, evaluate it on the dev data and predict the test data.
 
     Args:
-        task: what is learned, `GlueFineTuning` for example.
-        settings: its settings.
+        task: The class of the task, for example `GlueFineTuning`.
+        settings: The settings of the task.
 
     Returns:
-        The results that `all_results.json` begins with: "eval_<metric>" and "eval_runtime" (seconds), what
-        `TrainingLoop.results` says of the training, "seed", and the task's own.
+        The results, which are also the first part of `all_results.json`: "eval_<metric>", "eval_runtime" (seconds),
+        the training results of `TrainingLoop.results`, "seed", and the results that are specific to the task.
 
     Raises:
-        ValueError, OSError: if a setting, the data or the checkpoint is wrong; said before training where it can be.
-        NonFiniteLossError: if training diverged.
+        ValueError, OSError: If a setting, the data or the checkpoint is wrong. Most errors are raised before training.
+        NonFiniteLossError: If the training diverged.
+
+    Example:
+        ```python
+        from hf_attn_variants.training import GlueFineTuning, GlueSettings, fine_tune
+
+        settings = GlueSettings(model_name_or_path="bert-gqa4", task_name="sst2", output_dir="out")
+        results = fine_tune(GlueFineTuning, settings)
+        ```
     """
     with open_session(settings) as accelerator:
-        return _run(task(settings, accelerator))
+        return _run_task(task(settings, accelerator))
 
 
-def shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
-    """Return the task's dev metrics that are drawn and printed."""
+def list_shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
+    """Return the names of the dev metrics that are plotted and printed."""
     return [name for name in task.shown_metrics if f"eval_{name}" in results]
 
 
-def _run(task: FineTuningTask) -> dict[str, Any]:
+def _run_task(task: FineTuningTask) -> dict[str, Any]:
+    """Run all stages of a task and return the results."""
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
     model: nn.Module = task.load_model()
-    set_seed(settings.seed, device_specific=True)  # processes drop out different units
+    set_seed(settings.seed, device_specific=True)  # so that each process draws its own dropout
     batches = task.training_batches()
     total_steps = task.total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
@@ -304,22 +326,23 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
         results = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
         results |= {**task.dev_results(evaluator), "eval_runtime": round(evaluator.seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
-    _write(task, results, task.predictions(evaluator) if evaluator is not None else {})
-    found, files = task.predict()  # whatever ends this, the dev scores are written
-    results |= found
-    if found or files:
-        _write(task, results, files)
+    _write_outputs(task, results, task.predictions(evaluator) if evaluator is not None else {})
+    test_results, files = task.predict()  # if this fails, the dev scores are already written
+    results |= test_results
+    if test_results or files:
+        _write_outputs(task, results, files)
     if accelerator.is_main_process:
         steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
         print(f"{task.summary(results)}{steps}")
     return results
 
 
-def _write(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
+def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
+    """Write predictions, results and plots, on the main process."""
     if not task.accelerator.is_main_process:
         return
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
         atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
-    title = f"{task.name}: {model_name(task.settings)}"
-    outputs.write_results(task.settings, results, shown_metrics(task, results), title)
+    title = f"{task.name}: {get_model_name(task.settings)}"
+    outputs.write_results(task.settings, results, list_shown_metrics(task, results), title)

@@ -1,7 +1,7 @@
-"""The training loop of all commands, with the throughput (tokens per second, model FLOPs utilization) of its batches.
+"""The training loop of all commands, which also measures the throughput and the model FLOPs utilization.
 
-accelerate distributes the work, and a task's objective computes the loss. Model FLOPs utilization is defined in
-arXiv 2204.02311, appendix B.
+Accelerate distributes the work, and the objective of the task computes the loss. Model FLOPs utilization is defined
+in arXiv 2204.02311, appendix B.
 """
 
 import itertools
@@ -25,8 +25,8 @@ from .checkpoints import (
     STOP_SIGNALS,
     StopSignals,
     TrainState,
+    describe_last_checkpoint,
     find_checkpoint,
-    last_good_checkpoint,
     load_checkpoint,
     load_weights,
     save_best_weights,
@@ -36,7 +36,7 @@ from .losses import Objective
 from .outputs import RunLog, progress_bar, save_bad_batch
 from .settings import LoopSettings
 
-__all__ = ["TrainingCost", "TrainingLoop", "utilization"]
+__all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,47 +45,63 @@ class TrainingCost:
     """Counts the tokens and the training FLOPs of batches.
 
     Args:
-        model: the model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
-        head_of_items: whether what follows the base model is given the counted items of a batch alone (masked
-            tokens), and not all tokens.
+        model: The model that is trained, without wrappers. If its architecture is not supported by this package, the
+            FLOPs are 0.
+        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens)
+            instead of all tokens.
+
+    Attributes:
+        coefficients: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
+            `_compute_flops_per_token`.
+        passes: The FLOPs of a training step, as a multiple of those of a forward pass.
+        head: The FLOPs of the head per counted item, if `head_of_items` is set.
     """
 
     def __init__(self, model: nn.Module, head_of_items: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.stacks = _coefficients(model, config)
-        # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
-        # frozen head counts as if the gradient went through it.
-        self.passes = 2 + _trained_share(model, config)
-        self.head = sum(2 * each.weight.numel() for each in _head(model)) if head_of_items and self.stacks else 0
+        self.coefficients = _compute_flops_per_token(model, config)
+        # The gradient of the activations costs one forward pass. The gradient of the weights costs another one for
+        # the layers that are trained. A frozen head counts as if a gradient passed through it.
+        self.passes = 2 + _compute_trained_share(model, config)
+        self.head = 0
+        if head_of_items and self.coefficients:
+            self.head = sum(2 * layer.weight.numel() for layer in _find_head_layers(model))
         if self.head:
-            stack = next(iter(self.stacks))  # a masked-LM model has one
-            per_token, per_attended = self.stacks[stack]
-            self.stacks[stack] = per_token - self.head, per_attended
+            part = next(iter(self.coefficients))  # a masked language model has only an encoder
+            per_token, per_attended = self.coefficients[part]
+            self.coefficients[part] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
-        """Return the tokens of a batch, without padding, and the FLOPs of training on it.
+        """Return the number of tokens of a batch without padding, and the FLOPs of a training step with it.
 
-        It has "input_ids" or "attention_mask" [b, n], or [b, c, n] of c choices; and "labels" [b, t] of a decoder,
-        negative at padding.
+        Args:
+            batch: "input_ids" or "attention_mask", [b, n], or [b, c, n] with c choices. For a decoder also "labels"
+                [b, t], which are negative at padding.
+            items: The number of items that the objective counts.
         """
-        lengths = _lengths(batch)
+        lengths = _count_tokens(batch)
         if not lengths:
             return 0, 0
         labels = batch.get("labels")
-        own_targets = self.is_encoder_decoder and labels is not None and labels.ndim == 2
-        targets = (labels >= 0).sum(-1).tolist() if own_targets and labels is not None else lengths
-        tokens = sum(lengths) + (sum(targets) if own_targets else 0)
+        has_targets = self.is_encoder_decoder and labels is not None and labels.ndim == 2
+        targets = (labels >= 0).sum(-1).tolist() if has_targets and labels is not None else lengths
+        tokens = sum(lengths) + (sum(targets) if has_targets else 0)
         flops = self.head * items
         for n, t in zip(lengths, targets, strict=True):
-            for stack, (per_token, (own, source)) in self.stacks.items():
-                length = n if stack == "encoder" else t
-                flops += length * (per_token + own * length + source * n)
+            for part, (per_token, (per_key, per_source_key)) in self.coefficients.items():
+                length = n if part == "encoder" else t
+                flops += length * (per_token + per_key * length + per_source_key * n)
         return tokens, round(self.passes * flops)
 
 
-def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
+def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Return the FLOPs of a forward pass, for the encoder and for the decoder.
+
+    Returns:
+        By "encoder" or "decoder": the FLOPs per token without attention scores; then the FLOPs per token and key of
+        the self-attention, and per token and key of the cross-attention. Empty if the architecture is not supported.
+    """
     from ...inspection.costs import variant_config
     from ...inspection.counting import flops_per_token
 
@@ -93,32 +109,39 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
         return {}
     try:
         with torch.device("meta"):
-            twin = _variant_class(model)(variant_config(config.to_dict()))
+            meta_model = _find_variant_class(model)(variant_config(config.to_dict()))
     except ValueError:
         return {}
-    none, own, source = (flops_per_token(twin, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
-    return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
+    no_keys, one_key, one_source_key = (flops_per_token(meta_model, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
+    return {
+        part: (no_keys[part], (one_key[part] - no_keys[part], one_source_key[part] - no_keys[part]))
+        for part in no_keys
+    }
 
 
-def _head(model: Any) -> list[nn.Linear]:
-    """Return the linear maps behind the base model that read each token."""
-    from ...inspection.counting import runs_once_a_sequence
+def _find_head_layers(model: Any) -> list[nn.Linear]:
+    """Return the linear layers after the base model that process every token."""
+    from ...inspection.counting import runs_once_per_sequence
 
-    base = {id(each) for each in model.base_model.modules()}
-    found = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
-    return [each for name, each in found if id(each) not in base and not runs_once_a_sequence(model, name)]
+    base = {id(module) for module in model.base_model.modules()}
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [module for name, module in linears if id(module) not in base and not runs_once_per_sequence(model, name)]
 
 
-def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
-    """Return our class for a model of ours or of upstream's; raise ValueError where there is none."""
-    # FSDP2 makes a class of this prefix for a model it shards.
+def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
+    """Return the class of this package for a model of this package or of Transformers.
+
+    Raises:
+        ValueError: If there is no such class.
+    """
+    # FSDP2 gives a model that it shards a class with this prefix.
     return variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
-def _trained_share(model: nn.Module, config: Any) -> float:
-    """Return the share of a pass through the model's matrices that goes through trained ones."""
+def _compute_trained_share(model: nn.Module, config: Any) -> float:
+    """Return the share of the FLOPs in linear layers that belongs to layers whose weights are trained."""
     try:
-        module_runs = _variant_class(model).module_runs
+        module_runs = _find_variant_class(model).module_runs
     except ValueError:
         module_runs = AttnVariantModelMixin.module_runs
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -131,17 +154,28 @@ def _trained_share(model: nn.Module, config: Any) -> float:
     return trained / max(runs, 1)
 
 
-def _lengths(batch: dict[str, Tensor]) -> list[int]:
+def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
+    """Return the number of tokens of each sequence in a batch."""
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1).flatten().tolist()
     ids = batch.get("input_ids")
     return [] if ids is None else [ids.shape[-1]] * len(ids)
 
 
-def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Return "train_tflops_per_second" of all processes and, with a device's peak, "train_mfu" and "peak_tflops".
+def compute_utilization(
+    accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None
+) -> dict[str, float]:
+    """Return the training FLOPs per second and the model FLOPs utilization.
 
-    Return nothing where no FLOPs were counted.
+    Args:
+        accelerator: The accelerator of the run.
+        flops: The training FLOPs of all processes.
+        seconds: The time that the training took.
+        peak_tflops: The peak TFLOPS of one device, if known.
+
+    Returns:
+        "train_tflops_per_second" of all processes and, with `peak_tflops`, "train_mfu" and "peak_tflops". Empty if no
+        FLOPs were counted.
     """
     if not (flops and seconds):
         return {}
@@ -152,27 +186,34 @@ def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflop
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-# Gradients that are not finite at this scale of an fp16 loss are not so because of it.
+# Gradients that are not finite although the loss scale of fp16 is below this value have another cause than the scale.
 MIN_LOSS_SCALE = 1.0
 
 
 class TrainingLoop:
-    """Trains a prepared model; call `run()` once, on every process.
+    """Trains a prepared model. Call `run()` once on every process.
 
     Args:
-        accelerator: Made with `gradient_accumulation_steps` 1 (this loop accumulates) and
+        accelerator: The accelerator, created with `gradient_accumulation_steps` 1 (the loop accumulates gradients) and
             `step_scheduler_with_optimizer=False`.
-        model: Prepared by it, like the next three.
-        optimizer: The optimiser.
-        scheduler: The learning-rate schedule, in optimiser steps.
-        dataloader: Training batches: dicts of tensors.
+        model: The model. Like the next three arguments, it must be prepared by the accelerator.
+        optimizer: The optimizer.
+        scheduler: The learning-rate schedule, in optimizer steps.
+        dataloader: The training batches, which are dictionaries of tensors.
         objective: The loss.
-        settings: The rhythm.
-        evaluate: Returns dev metrics without prefix ("accuracy", "loss", ...); None: no evaluation.
-        start_epoch: Called with the epoch before its first batch; tells the sampler.
-        seek: Called in a resumed epoch with the number of its batches already used and the "position" of the last one
-            (an entry of the batch, a tensor of ints), where batches have one: the data goes on from there. None: the
-            dataloader reads those batches again and drops them.
+        settings: The length of training, and when to log, evaluate and save.
+        evaluate: Returns the dev metrics, with names without prefix ("accuracy", "loss", ...). None: no evaluation.
+        start_epoch: Called with the number of the epoch before its first batch, for example to set the sampler.
+        seek: Lets a resumed run continue in the middle of an epoch. It is called with the number of batches already
+            used and the "position" of the last one, an integer tensor in the batch. It must set up the data so that
+            the next batch follows. None: the dataloader reads the used batches again and skips them.
+
+    Example:
+        ```python
+        loop = TrainingLoop(accelerator, model, optimizer, scheduler, dataloader, objective, settings)
+        state = loop.run()
+        results = loop.results(samples=len(dataset))
+        ```
     """
 
     def __init__(
@@ -203,38 +244,38 @@ class TrainingLoop:
             **settings.fingerprint,
         }
         self.log = RunLog(accelerator, settings.output_dir)
-        # Losses, gradient norms and batches of steps not yet looked at: on a GPU, looking waits for the step to end.
+        # Step, loss, gradient norm and batches of the last step. Reading the loss on a GPU waits for the step to end,
+        # so this is done later.
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
         self._signals = StopSignals()
-        # Whether any process wants to stop: known to all after the next step's exchange of counts.
+        # Whether any process wants to stop. All processes know it after the exchange of counts in the next step.
         self._stopping = False
         self._deadline = math.inf
         self._saved_step: int | None = None
-        # The step whose weights were evaluated last, by this process; 0: before training.
+        # The last step after which this process evaluated the weights. 0 is before training.
         self.evaluated_step: int | None = None
         try:
             self._has_length = len(dataloader) > 0
-        except TypeError:  # a dataloader over a stream has __len__ and raises in it
+        except TypeError:  # the dataloader of a stream has a __len__ that raises this
             self._has_length = False
 
     def run(self) -> TrainState:
-        """Trains to the last step, to early stopping, or for `max_train_minutes`; ends with the best weights where
-        they are kept.
+        """Train until the last step, early stopping or the end of `max_train_minutes`, and load the best weights.
 
-        Stopped by the clock, by SIGTERM or by Ctrl-C, it finishes the step (with the evaluation, where one is due) and
-        saves a checkpoint; a second Ctrl-C stops at once.
+        The best weights are loaded only if they are kept. If the time is over or SIGTERM or Ctrl-C arrives, the loop
+        finishes the step, evaluates if an evaluation is due, and saves a checkpoint. A second Ctrl-C stops at once.
 
         Returns:
             The final state.
 
         Raises:
-            NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that; the
-                step's batches are saved beside them.
-            TerminatedError: The process was sent SIGTERM. `session.open_session` adds how to go on.
-            KeyboardInterrupt: Ctrl-C. Likewise.
-            ValueError, OSError: A checkpoint cannot be read or written.
+            NonFiniteLossError: If the loss or the gradient norm became NaN or infinite. The batches of the step are
+                saved in the output folder, next to the earlier checkpoints.
+            TerminatedError: If the process received SIGTERM. `session.open_session` adds how to resume.
+            KeyboardInterrupt: If Ctrl-C was pressed. `session.open_session` adds how to resume.
+            ValueError, OSError: If a checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
         if settings.resume_from_checkpoint:
@@ -242,7 +283,7 @@ class TrainingLoop:
             state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
             self._lr = state.lr
             if self.accelerator.is_main_process:
-                logger.info("going on from %s, step %d of %d", path, state.step, settings.total_steps)
+                logger.info("Resuming from %s at step %d of %d.", path, state.step, settings.total_steps)
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
         bar = progress_bar(
@@ -255,10 +296,10 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            with self._signals.noticed():
+            with self._signals.watch():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
-                self._raise_if_signalled()
+                self._raise_if_signaled()
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
@@ -267,42 +308,43 @@ class TrainingLoop:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
-    def scores_are_current(self) -> bool:
-        """Whether the last evaluation was of the weights that `run` ended with: the last ones, or the best."""
+    def has_current_scores(self) -> bool:
+        """Return whether the last evaluation was done with the final weights, which are the last or the best ones."""
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
-    def _raise_if_signalled(self) -> None:
-        # One process that was sent a signal ends them all; it may have come after the last step's exchange.
-        came = [int(self._signals.number == number) for number in STOP_SIGNALS]
-        came = self.accelerator.reduce(torch.tensor(came, device=self.accelerator.device), "sum").tolist()
-        if not any(came):
+    def _raise_if_signaled(self) -> None:
+        """Save a checkpoint and raise an error on all processes if one of them received a stop signal."""
+        # The signal may have arrived after the exchange of counts in the last step.
+        counts = [int(self._signals.number == number) for number in STOP_SIGNALS]
+        counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), "sum").tolist()
+        if not any(counts):
             return
         if self.state.step and self._saved_step != self.state.step:
             self._save_checkpoint()
-        name, error = ("SIGTERM", TerminatedError) if came[0] else ("Ctrl-C", KeyboardInterrupt)
-        raise error(
-            f"{name}: stopped {f'after step {self.state.step}' if self.state.step else 'before the first step'}"
-        )
+        name, error = ("SIGTERM", TerminatedError) if counts[0] else ("Ctrl-C", KeyboardInterrupt)
+        point = f"after step {self.state.step}" if self.state.step else "before the first step"
+        raise error(f"{name}: Training stopped {point}.")
 
     def _run_epoch(self, bar: Any) -> None:
+        """Train on the remaining batches of an epoch, and log, evaluate and save when it is due."""
         settings, state = self.settings, self.state
         if self.start_epoch is not None:
             self.start_epoch(state.epoch)
         loader = self._remaining_batches()
         self.model.train()
-        empty = True
+        is_empty = True
         clock = time.perf_counter()
-        for group, is_last in _groups(loader, settings.gradient_accumulation_steps):
-            empty = False
+        for group, is_last in _group_batches(loader, settings.gradient_accumulation_steps):
+            is_empty = False
             self._step(group)
             state.batch_in_epoch += len(group)
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
             log_is_due = state.step % self.settings.logging_steps == 0
-            ends = state.step >= settings.total_steps
-            if log_is_due or ends or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
-                self._check_last_loss()  # waits for the step, whose time that is
+            is_last_step = state.step >= settings.total_steps
+            if log_is_due or is_last_step or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
+                self._check_last_loss()  # waits for the step, so that its time is counted
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
                 self._log_window()
@@ -312,10 +354,11 @@ class TrainingLoop:
             clock = time.perf_counter()
             if state.step >= settings.total_steps or state.finished or self._stopping:
                 return
-        if empty:
-            raise ValueError("the training data gave no batch")
+        if is_empty:
+            raise ValueError("The training data must give at least one batch, got none.")
 
     def _remaining_batches(self) -> Iterable[dict[str, Tensor]]:
+        """Return the batches of the current epoch that were not used yet."""
         done = self.state.batch_in_epoch
         if done and self.seek is not None and self.state.position is not None:
             self.seek(done, self.state.position)
@@ -323,18 +366,18 @@ class TrainingLoop:
         return skip_first_batches(self.dataloader, done) if done else self.dataloader
 
     def _step(self, group: list[dict[str, Tensor]]) -> None:
-        """One optimiser step: the gradient of the mean loss over all items of all batches on all processes."""
+        """Run one optimizer step with the mean loss over all items of all batches on all processes."""
         accelerator, state = self.accelerator, self.state
-        own_items = [self.objective.count(batch) for batch in group]
+        local_items = [self.objective.count(batch) for batch in group]
         examples = [self.objective.examples(batch) for batch in group]
-        # A batch without examples only keeps this process in step.
+        # A batch without examples only keeps the processes synchronized.
         costs = [
-            self.cost.count(batch, counted) if used else (0, 0)
-            for batch, counted, used in zip(group, own_items, examples, strict=True)
+            self.cost.count(batch, count) if used else (0, 0)
+            for batch, count, used in zip(group, local_items, examples, strict=True)
         ]
         counts = torch.tensor(
             [
-                sum(own_items),
+                sum(local_items),
                 sum(examples),
                 *(sum(column) for column in zip(*costs, strict=True)),
                 int(self._signals.number is not None or time.monotonic() >= self._deadline),
@@ -342,7 +385,7 @@ class TrainingLoop:
             device=accelerator.device,
         )
         items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
-        # That has waited for the step before on any device: its loss costs nothing to look at now.
+        # The exchange has waited for the previous step, so reading its loss does not take extra time now.
         self._check_last_loss()
         self._stopping = stopping > 0
         state.examples += examples
@@ -350,7 +393,8 @@ class TrainingLoop:
         state.flops += flops
         loss_sum = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(group):
-            # Only the last backward exchanges gradients; DDP averages them over processes, which the factor undoes.
+            # Only the last backward pass exchanges gradients. DDP averages them over the processes, and the factor
+            # below turns this average into a sum.
             with accelerator.no_sync(self.model) if i < len(group) - 1 else nullcontext():
                 loss = self.objective.loss_sum(self.model, batch)
                 accelerator.backward(loss * (accelerator.num_processes / max(items, 1)))
@@ -359,7 +403,8 @@ class TrainingLoop:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self._lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
-        # By the loss scaler of fp16; fused AdamW skips within its kernel, unseen, and the schedule counts such a step.
+        # The loss scaler of fp16 can skip a step. Fused AdamW does this inside its kernel, where it is not visible, so
+        # the schedule counts such a step.
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -368,40 +413,42 @@ class TrainingLoop:
         self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
 
     def _check_last_loss(self) -> None:
-        """Counts the loss of the step before, and stops the run if it is no number."""
+        """Add the loss of the previous step to the sums, or stop the run if it is not finite."""
         if self._pending is None:
             return
         (step, loss, norm, group), self._pending = self._pending, None
         value, norm_value = float(loss), float(norm)
-        # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
+        # With fp16, the loss scaler finds its scale from infinite gradients, and skips these steps.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        if bad == "loss" or (bad and not self._scaler_can_answer()):
-            shown = value if bad == "loss" else norm_value
+        if bad == "loss" or (bad and not self._scaler_can_adapt()):
+            bad_value = value if bad == "loss" else norm_value
             saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
-                f"the {bad} became {shown} at step {step}: training stopped; the step's batches {saved}"
-                f"{last_good_checkpoint(self.settings.output_dir)}. Try a lower --learning_rate, more warm-up or "
-                "--mixed_precision no"
+                f"The {bad} became {bad_value} at step {step} and training stopped. The batches of this step {saved}."
+                f"{describe_last_checkpoint(self.settings.output_dir)} Try a lower --learning_rate, more warm-up or "
+                "--mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value
         self.state.window_steps += 1
 
-    def _scaler_can_answer(self) -> bool:
+    def _scaler_can_adapt(self) -> bool:
+        """Return whether there is a loss scaler that can still lower its scale."""
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
     def _log_window(self) -> None:
+        """Log the mean loss and the throughput since the last record."""
         state = self.state
         self._check_last_loss()
         self.log.write(
             {
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
-                "lr": float(self._lr),  # Adafactor's own is a tensor
+                "lr": float(self._lr),  # Adafactor's own learning rate is a tensor
                 "epoch": round(self.epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
-                "tokens_per_second": _rate(
+                "tokens_per_second": _compute_rate(
                     state.tokens - state.window_tokens, state.train_seconds - state.window_begin
                 ),
             }
@@ -410,18 +457,17 @@ class TrainingLoop:
         state.window_tokens, state.window_begin = state.tokens, state.train_seconds
 
     def results(self, samples: int, unit: str = "samples") -> dict[str, Any]:
-        """What every script reports of its training.
+        """Return the training results that every command reports.
 
         Args:
-            samples: Training examples there are.
-            unit: What an example is called.
+            samples: The number of training examples.
+            unit: The plural name of an example in the keys.
 
         Returns:
             "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (seconds in
-            training steps, without evaluation and checkpoints), "train_<unit>_per_second", "train_tokens" (what the
-            model was given, without padding, a decoder's targets with it), "train_tokens_per_second",
-            "train_tflops_per_second", "train_mfu" and "peak_tflops" (see `throughput`; the last two where the
-            settings have a `peak_tflops`), "best_step" and "num_parameters".
+            training steps, without evaluations and checkpoints), "train_<unit>_per_second", "train_tokens" (without
+            padding; with the targets of a decoder), "train_tokens_per_second", "train_tflops_per_second", "train_mfu"
+            and "peak_tflops" (see `compute_utilization`), "best_step" and "num_parameters".
         """
         state = self.state
         return {
@@ -430,29 +476,35 @@ class TrainingLoop:
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
-            f"train_{unit}_per_second": _rate(state.examples, state.train_seconds),
+            f"train_{unit}_per_second": _compute_rate(state.examples, state.train_seconds),
             "train_tokens": state.tokens,
-            "train_tokens_per_second": _rate(state.tokens, state.train_seconds),
-            **utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
+            "train_tokens_per_second": _compute_rate(state.tokens, state.train_seconds),
+            **compute_utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
             "best_step": state.best_step,
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
 
     def epochs_done(self) -> float:
-        """Epochs trained, with the fraction of the current one where its length is known."""
+        """Return the number of epochs trained, with the fraction of the current one if its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
-    def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
-        return self.state.step % every == 0 if isinstance(every, int) else every == "epoch" and epoch_ended
+    def _is_due(self, interval: int | str | None, epoch_ended: bool) -> bool:
+        """Return whether the current step ends an interval, which is a number of steps, "epoch" or None for never."""
+        if isinstance(interval, int):
+            return self.state.step % interval == 0
+        return interval == "epoch" and epoch_ended
 
     def _evaluation_is_due(self, epoch_ended: bool) -> bool:
+        """Return whether to evaluate now: at the end of each interval and after the last step."""
         last = self.state.step >= self.settings.total_steps
-        return self.evaluate is not None and (self._due(self.settings.eval_steps or "epoch", epoch_ended) or last)
+        return self.evaluate is not None and (self._is_due(self.settings.eval_steps or "epoch", epoch_ended) or last)
 
     def _checkpoint_is_due(self, epoch_ended: bool) -> bool:
-        return self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
+        """Return whether to save a checkpoint now: at the end of each interval and before stopping."""
+        return self._is_due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
+        """Evaluate if it is due, log the metrics, and keep the weights if they are the best."""
         settings, state = self.settings, self.state
         if self.evaluate is None or not self._evaluation_is_due(epoch_ended):
             return
@@ -472,10 +524,11 @@ class TrainingLoop:
             return
         name = (settings.metric_for_best_model or "").removeprefix("eval_")
         if name not in metrics:
-            raise ValueError(f"--metric_for_best_model {name!r}: the dev metrics are {', '.join(metrics)}")
+            raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {name!r}.")
         self._remember_best(metrics[name])
 
     def _remember_best(self, value: float) -> None:
+        """Save the weights if the metric is the best so far, otherwise count towards early stopping."""
         settings, state = self.settings, self.state
         sign = 1 if settings.greater_is_better else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
@@ -487,10 +540,12 @@ class TrainingLoop:
             state.finished = True
 
     def _maybe_checkpoint(self, epoch_ended: bool) -> None:
+        """Save a checkpoint if it is due."""
         if self._checkpoint_is_due(epoch_ended):
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
+        """Save a checkpoint with the loss and the data position of the last step."""
         self._check_last_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
@@ -499,12 +554,13 @@ class TrainingLoop:
         self._saved_step = self.state.step
 
 
-def _rate(amount: float, seconds: float) -> float | None:
+def _compute_rate(amount: float, seconds: float) -> float | None:
+    """Return the amount per second, or None if no time was measured."""
     return round(amount / seconds, 2) if seconds else None
 
 
-def _groups(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
-    """Yields lists of `size` batches (the last may be shorter), each with whether it is the last."""
+def _group_batches(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
+    """Yield lists of `size` batches (the last one may be shorter), each with whether it is the last list."""
     iterator = iter(batches)
     group = list(itertools.islice(iterator, size))
     while group:

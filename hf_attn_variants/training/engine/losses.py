@@ -1,4 +1,7 @@
-"""Losses that several tasks share. Letters: b examples, n target tokens, V tokens of the vocabulary."""
+"""Losses that several tasks share.
+
+Shapes use these letters: b is the number of examples, n the number of target tokens, and V the vocabulary size.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,28 +15,30 @@ from .dataloaders import IGNORED_LABEL
 __all__ = [
     "Objective",
     "Term",
-    "label_objective",
-    "label_sums",
-    "plain_logits",
-    "sums_by_example",
-    "target_logits",
+    "compute_label_sums",
+    "compute_logits",
+    "compute_target_logits",
+    "make_label_objective",
+    "sum_by_example",
     "token_cross_entropy",
 ]
 
-# Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
+# The sum [b] of a loss over the items of each example, and the number of items [b]. Their quotient is the mean.
 Term = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
+    """The training loss: a mean over all items of an optimizer step, on all processes and accumulated batches.
 
     Attributes:
-        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
-        count: batch -> its number of items (examples, or target tokens); it must not need the model.
-        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
-        head_of_items: whether what follows the base model is given the counted items alone (masked tokens), which
-            counts for FLOPs.
+        loss_sum: Maps (model, batch) to the sum (not the mean) of the loss over the items of the batch, a scalar with
+            gradient.
+        count: Maps a batch to its number of items (examples or target tokens). It does not need the model.
+        examples: Maps a batch to its number of examples, for the throughput. The default is the length of the first
+            tensor.
+        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens).
+            The FLOPs depend on it.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -42,14 +47,14 @@ class Objective:
     head_of_items: bool = False
 
 
-def label_objective(
+def make_label_objective(
     logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
 ) -> Objective:
-    """Cross-entropy of a batch's "labels" [b, n], summed over those that are not -100.
+    """Make an objective that sums the cross-entropy of all "labels" [b, n] of a batch that are not -100.
 
     Args:
-        logits_of: (model, batch) -> logits [b, n, V].
-        label_smoothing: the share of each label's weight that is spread evenly over all V.
+        logits_of: Maps (model, batch) to logits [b, n, V].
+        label_smoothing: The share of the weight of each label that is distributed evenly over all V classes.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -64,38 +69,51 @@ def label_objective(
     return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
 
 
-def label_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return of each example the sum of its labels' losses, how many are predicted right, and their number [b, 3].
+def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of losses, the number of correct predictions and the number of labels per example [b, 3].
 
     Args:
         logits: [b, n, V].
-        labels: [b, n], -100 where nothing is to be predicted.
+        labels: [b, n], -100 at positions without a label.
     """
     losses = functional.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
     )  # [b, n]
-    right = logits.argmax(-1) == labels
-    return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)
+    correct = logits.argmax(-1) == labels
+    return torch.stack([part.float().sum(-1) for part in (losses, correct, labels != IGNORED_LABEL)], dim=-1)
 
 
-def plain_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return a model's logits on a batch, its labels left out: transformers would compute a loss with them."""
+def compute_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a model for a batch, without its labels, because Transformers would compute a loss."""
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
-def target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits [b, n, V] of a batch under teacher forcing."""
+def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits [b, n, V] of an encoder-decoder for a batch, with teacher forcing."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
     return model(**inputs, use_cache=False).logits
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
-    """Cross-entropy of the labels that are not -100, in nats a token; logits [b, n, vocabulary], labels [b, n]."""
+    """Return the cross-entropy of the labels that are not -100, in nats.
+
+    Args:
+        logits: [b, n, V].
+        labels: [b, n].
+
+    Returns:
+        The sums [b] over the tokens of each example, and the numbers of tokens [b].
+    """
     chosen = labels >= 0
     losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
-    return sums_by_example(losses, chosen), chosen.sum(-1)
+    return sum_by_example(losses, chosen), chosen.sum(-1)
 
 
-def sums_by_example(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sums [b] of values, one a chosen item, over the items of each example; `chosen` is [b, n]."""
+def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sums [b] over the chosen items of each example.
+
+    Args:
+        values: One value per chosen item, example by example.
+        chosen: [b, n], True for the chosen items.
+    """
     return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)

@@ -1,4 +1,4 @@
-"""Loading the model to train from a checkpoint, building a new one, and choosing the parameters that are trained."""
+"""Functions that load or build the model to train and select the parameters that are trained."""
 
 import json
 import logging
@@ -31,8 +31,8 @@ from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import FORMER_NAMES, PREFIX, variant_config_class, variant_model_class
-from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, given_variant
-from .tokenizers import load_tokenizer, vocabulary_size
+from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
+from .tokenizers import get_vocabulary_size, load_tokenizer
 
 __all__ = [
     "LabelMap",
@@ -42,17 +42,17 @@ __all__ = [
     "check_trained_head",
     "enable_gradient_checkpointing",
     "freeze_unused",
+    "get_model_name",
+    "iterate_attentions",
     "load_classifier",
     "load_config",
     "load_model",
-    "load_model_and_rest",
+    "load_model_and_unexpected_keys",
     "load_or_make_config",
     "load_or_make_model",
     "load_seq2seq_config",
-    "model_name",
-    "named_attentions",
-    "new_config",
-    "read_overrides",
+    "make_new_config",
+    "parse_overrides",
     "resolve_architecture",
     "select_trainable",
     "set_dropout",
@@ -60,7 +60,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Every dropout probability of the architectures here; a classifier's None means "as the hidden layers".
+# All dropout probabilities of the supported architectures. If that of a classifier is None, it is that of the hidden
+# layers.
 DROPOUT_FIELDS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -75,40 +76,45 @@ DROPOUT_FIELDS = (
 
 @dataclass(frozen=True)
 class LabelMap:
-    """How a model's outputs are numbered: output i is the task's class `to_task[i]`."""
+    """The order of the outputs of a model: output i belongs to class `to_task[i]` of the task."""
 
     to_task: tuple[int, ...]
 
     @property
     def to_model(self) -> tuple[int, ...]:
+        """The output of the model for each class of the task."""
         return tuple(self.to_task.index(i) for i in range(len(self.to_task)))
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of a config.
+    """Set every dropout probability of a configuration.
 
     Raises:
-        ValueError: if the config has none.
+        ValueError: If the configuration has no dropout probability.
     """
     present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
     if not present:
-        raise ValueError(f"--dropout_rate: {type(config).__name__} has no dropout to set")
+        raise ValueError(f"--dropout_rate cannot be used, because {type(config).__name__} has no dropout.")
     for name in present:
         setattr(config, name, rate)
 
 
 def load_config(settings: ModelSettings) -> PreTrainedConfig:
-    """Read a checkpoint's config and apply `dropout_rate`.
+    """Load the configuration of a checkpoint and apply `dropout_rate`.
 
     Raises:
-        OSError: if there is none.
-        ValueError: if it cannot be used, is an adapter or has its weights in pickles, or has no dropout to set.
+        OSError: If there is no configuration.
+        ValueError: If the checkpoint cannot be used, is an adapter, stores its weights in pickle files, or has no
+            dropout although `dropout_rate` is given.
     """
     with reading_checkpoint(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "num_mel_bins"):
-        raise ValueError(f"{settings.model_name_or_path} ({config.model_type}) reads audio; this command reads text.")
+        raise ValueError(
+            f"--model_name_or_path must be a text model, but {settings.model_name_or_path} ({config.model_type}) "
+            "reads audio."
+        )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
@@ -116,22 +122,22 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     return config
 
 
-def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, does: str) -> None:
-    """Check that a run which only evaluates has a model whose head was trained.
+def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, ability: str) -> None:
+    """Check that the head of the model was trained, if the run only evaluates.
 
     Args:
-        settings: of the run.
-        config: of the model.
-        head: how its class is called: "ForTokenClassification".
-        does: what such a model does, for the message.
+        settings: The settings of the run.
+        config: The configuration of the model.
+        head: The end of the class name, for example "ForTokenClassification".
+        ability: What a model with this head does, for the message, for example "classifies texts".
 
     Raises:
-        ValueError: if the checkpoint was saved as another class: its head would be random.
+        ValueError: If the checkpoint was saved from another class, so that its head would be random.
     """
-    if settings.only_evaluates and not any(head in each for each in config.architectures or []):
+    if settings.only_evaluates and not any(head in name for name in config.architectures or []):
         saved = ", ".join(config.architectures or []) or "no class"
         name = settings.model_name_or_path
-        raise ValueError(f"--num_train_epochs 0 needs a model that {does}; {name} was saved as {saved}")
+        raise ValueError(f"--num_train_epochs 0 needs a model that {ability}, but {name} was saved as {saved}.")
 
 
 def load_classifier(
@@ -141,84 +147,101 @@ def load_classifier(
     model_class: type[Any],
     problem_type: Any = None,
 ) -> tuple[PreTrainedModel, LabelMap]:
-    """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
+    """Load a checkpoint in float32 as a classifier of texts or tokens, or as a regressor.
 
-    The config gets the labels' names and, for texts, the problem type. Return the model, and how its outputs are
-    numbered: a checkpoint trained on the same class names in another order keeps its own.
+    The configuration gets the names of the labels and, for texts, the problem type.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the checkpoint, which is changed.
+        labels: The labels of the task, in order. None for a regression.
+        model_class: The auto class of the model.
+        problem_type: The problem type of a text classifier.
+
+    Returns:
+        The model, and the order of its outputs. A checkpoint that was trained with the same labels in another order
+        keeps its order.
 
     Raises:
-        OSError: if the checkpoint cannot be read.
-        ValueError: if it does not fit its config, or the machine not `attn_implementation`.
+        OSError: If the checkpoint cannot be read.
+        ValueError: If the checkpoint does not fit its configuration, or `attn_implementation` is not available.
     """
     names = list(labels) if labels is not None else ["score"]
-    numbered: Any = config.id2label or {}
-    had = [str(numbered[i]) for i in sorted(numbered)]
+    id2label: Any = config.id2label or {}
+    old_names = [str(id2label[i]) for i in sorted(id2label)]
     kind = model_class.__name__.removeprefix("AutoModel")
     is_classifier = any(kind in name for name in config.architectures or [])
-    replaced = is_classifier and len(had) != len(names)
-    if replaced and isinstance(settings, TrainingSettings) and settings.only_evaluates:
+    is_replaced = is_classifier and len(old_names) != len(names)
+    if is_replaced and isinstance(settings, TrainingSettings) and settings.only_evaluates:
         raise ValueError(
-            f"--num_train_epochs 0: {settings.model_name_or_path} classifies {len(had)} labels "
-            f"({', '.join(had).lower()}) and the task has {len(names)}: its output layer would be a new, random one"
+            f"--num_train_epochs 0 needs a model with the {len(names)} labels of the task, but "
+            f"{settings.model_name_or_path} has {len(old_names)} ({', '.join(old_names).lower()}). Its output layer "
+            "would be new and random."
         )
-    if replaced and not _is_resumed(settings):
+    if is_replaced and not _is_resumed(settings):
         logger.warning(
-            "%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
+            "The output layer of %s is replaced by a new one, because it has %d labels (%s) and the task has %d.",
             settings.model_name_or_path,
-            len(had),
-            ", ".join(had).lower(),
+            len(old_names),
+            ", ".join(old_names).lower(),
             len(names),
         )
     order = tuple(range(len(names)))
-    # Case counts where it tells labels apart.
+    # Ignore the case, unless labels of the task differ only in it.
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
-    if is_classifier and not replaced and sorted(map(case, had)) == sorted(map(case, names)):
-        order = tuple([case(name) for name in names].index(case(name)) for name in had)
-    elif is_classifier and not replaced and labels is not None and not _is_resumed(settings):
-        _warn_of_other_names(settings, had, names)
+    if is_classifier and not is_replaced and sorted(map(case, old_names)) == sorted(map(case, names)):
+        order = tuple([case(name) for name in names].index(case(name)) for name in old_names)
+    elif is_classifier and not is_replaced and labels is not None and not _is_resumed(settings):
+        _warn_about_label_names(settings, old_names, names)
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     if model_class is AutoModelForSequenceClassification:
         config.problem_type = problem_type
-    return load_model(settings, config, model_class, ignore_mismatched_sizes=replaced), LabelMap(order)
+    return load_model(settings, config, model_class, ignore_mismatched_sizes=is_replaced), LabelMap(order)
 
 
-def _warn_of_other_names(settings: ModelSettings, had: Sequence[str], names: Sequence[str]) -> None:
-    """Say that a classifier's labels are not called as the task's, unless they have no names but transformers' own."""
-    if [*had] == [f"LABEL_{i}" for i in range(len(had))]:
+def _warn_about_label_names(settings: ModelSettings, old_names: Sequence[str], names: Sequence[str]) -> None:
+    """Warn that a classifier's labels have other names than those of the task, unless they are only numbered."""
+    if [*old_names] == [f"LABEL_{i}" for i in range(len(old_names))]:
         return
-    pairs = [f"{one!r:.40} as {other!r:.40}" for one, other in zip(had, names, strict=True)]
+    pairs = [f"{old!r:.40} as {new!r:.40}" for old, new in zip(old_names, names, strict=True)]
     more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
-    message = "%s has other names for its labels than the task, and they are taken in their order: %s%s"
+    message = "The labels of %s have other names than those of the task. They are used in their order: %s%s."
     logger.warning(message, settings.model_name_or_path, ", ".join(pairs[:8]), more)
 
 
 def load_model(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], **options: Any
 ) -> PreTrainedModel:
-    """Load a checkpoint in float32; arguments and errors as for `load_model_and_rest`."""
-    return load_model_and_rest(settings, config, model_class, **options)[0]
+    """Load a checkpoint in float32, with the arguments and errors of `load_model_and_unexpected_keys`."""
+    return load_model_and_unexpected_keys(settings, config, model_class, **options)[0]
 
 
-def load_model_and_rest(
+def load_model_and_unexpected_keys(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], needs_all: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a checkpoint in float32, with `options` of `from_pretrained`.
-
-    Return the model, and the names of the checkpoint's tensors for which it has no place.
+    """Load a checkpoint in float32.
 
     Args:
-        needs_all: whether the checkpoint must have every weight, as that of a language model must in any case.
+        settings: The settings of the run.
+        config: The configuration of the model.
+        model_class: The class or auto class of the model.
+        needs_all: Whether the checkpoint must have all weights. Language models always need them.
+        **options: Further arguments of `from_pretrained`.
+
+    Returns:
+        The model, and the names of tensors in the checkpoint that the model does not have.
 
     Raises:
-        OSError: if the checkpoint cannot be read.
-        ValueError: if it does not fit its config, the machine not `attn_implementation`, or it lacks weights.
+        OSError: If the checkpoint cannot be read.
+        ValueError: If the checkpoint does not fit its configuration, `attn_implementation` is not available, or
+            weights are missing.
     """
-    with _quiet_report(settings), reading_checkpoint(settings.source) as source:
+    with _silence_loading_report(settings), reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
-            dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
+            dtype=torch.float32,  # for the optimizer; --mixed_precision only casts the forward pass
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
@@ -229,9 +252,9 @@ def load_model_and_rest(
     if missing and (needs_all or model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM)):
         saved = ", ".join(config.architectures or []) or "no class"
         raise ValueError(
-            f"{settings.model_name_or_path} is no {type(model).__name__}: it lacks {len(missing)} of its tensors, "
-            f"such as {missing[0]} (its config.json names {saved}; whatever the head, `attn-variants uptrain "
-            "--objective distill` trains it on)"
+            f"{settings.model_name_or_path} cannot be loaded as {type(model).__name__}, because {len(missing)} "
+            f"tensors are missing, such as {missing[0]}. Its config.json names {saved}. To train the model with that "
+            "head, use `attn-variants uptrain --objective distill`."
         )
     _check_weights(model, settings.model_name_or_path)
     if settings.gradient_checkpointing:
@@ -240,22 +263,29 @@ def load_model_and_rest(
 
 
 def _check_weights(model: PreTrainedModel, name: str | None) -> None:
-    """Check that no weight is NaN: a search would write the vocabulary's first words, and score them."""
-    # A sum is fast, and NaN where a term is; of huge numbers it may be NaN, too.
+    """Check that no weight is NaN. A model with NaN would predict the first words of the vocabulary, with a score."""
+    # The sum is fast to compute and NaN if a weight is. It can also be NaN for huge weights, which are checked again.
     with torch.no_grad():
         suspects = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
         bad = [key for key, tensor in suspects.items() if tensor.isnan().any()]
     if bad:
-        raise ValueError(f"{name} has NaN in {len(bad)} of its tensors, such as {bad[0]}: it was damaged, or diverged")
+        raise ValueError(
+            f"{name} has NaN in {len(bad)} of its tensors, such as {bad[0]}. The file is damaged, or the training "
+            "diverged."
+        )
 
 
 def _is_resumed(settings: ModelSettings) -> bool:
+    """Return whether the run resumes from a checkpoint of its training."""
     return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
 
 
 @contextmanager
-def _quiet_report(settings: ModelSettings) -> Iterator[None]:
-    # Of a run that goes on, the training's checkpoint has every weight: what the model lacks is not new.
+def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
+    """Suppress the loading report of Transformers in a resumed run.
+
+    The checkpoint of the training has all weights, so those that are missing in the model are not new.
+    """
     log = logging.getLogger("transformers.modeling_utils")
     level = log.level
     if _is_resumed(settings):
@@ -267,68 +297,74 @@ def _quiet_report(settings: ModelSettings) -> Iterator[None]:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Make a model recompute activations in the backward pass."""
-    # 5.23 renamed it; the old name is all that 5.15 has.
+    """Enable the recomputation of activations in the backward pass of a model."""
+    # Transformers 5.23 renamed the method; 5.15 has only the old name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
-    """Find the class that a checkpoint was saved from, ours or upstream's.
+    """Return the class of this package or of Transformers from which a checkpoint was saved.
+
+    Args:
+        source: The name of the checkpoint, for the message.
+        config: The configuration of the checkpoint.
 
     Raises:
-        ValueError: if its config names none that is known.
+        ValueError: If the configuration names an unknown class.
     """
     names = config.architectures or []
     if not names:
         return AutoModel
     if names[0].startswith(PREFIX):
         return variant_model_class(names[0])
-    found = getattr(transformers, FORMER_NAMES.get(names[0], names[0]), None)
-    if found is None:
-        raise ValueError(f"{source}: transformers has no architecture {names[0]!r}, which its config.json names")
-    return found
+    architecture = getattr(transformers, FORMER_NAMES.get(names[0], names[0]), None)
+    if architecture is None:
+        raise ValueError(f"{source} has an unknown architecture: its config.json names {names[0]!r}.")
+    return architecture
 
 
-def model_name(settings: ModelSettings) -> str:
-    """Return what the model that a run begins with is called above its curves."""
+def get_model_name(settings: ModelSettings) -> str:
+    """Return the name of the model that a run starts from, for the title of its plots."""
     if settings.model_name_or_path is not None:
         return Path(settings.model_name_or_path).name
     return f"new {settings.model_type}" if isinstance(settings, NewModelSettings) else "new"
 
 
-# In `--config_overrides`, a comma before the next field or at the end.
-ITEM_END = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
-# As plain text these would be true in a condition.
-PYTHON_WORDS = ("True", "False", "None")
+# The comma in `--config_overrides` before the next field or at the end.
+OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
+# As plain text, all of these would be true in a condition.
+PYTHON_CONSTANTS = ("True", "False", "None")
 
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Return the config of the checkpoint, or of the model from scratch that the settings describe; and the tokenizer.
+    """Load the configuration and the tokenizer of the checkpoint, or make the configuration of a model from scratch.
 
     Raises:
-        OSError: if the checkpoint or the tokenizer is not there.
-        ValueError: if one cannot be used, they do not fit, or a field of the new config is wrong.
+        OSError: If the checkpoint or the tokenizer does not exist.
+        ValueError: If one of them cannot be used, they do not fit together, or a field of the new configuration is
+            wrong.
     """
     if settings.model_name_or_path is not None:
         config = load_config(settings)
         return config, load_tokenizer(settings, config)
     tokenizer = load_tokenizer(settings, None)
-    return new_config(settings, tokenizer), tokenizer
+    return make_new_config(settings, tokenizer), tokenizer
 
 
 def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Do as `load_or_make_config`, with errors as there; a new model gets the special tokens of an encoder-decoder."""
+    """Do the same as `load_or_make_config`, but with the special tokens of an encoder-decoder for a new model."""
     if settings.model_name_or_path is not None:
         return load_or_make_config(settings)
     tokenizer = load_tokenizer(settings, None)
-    return new_config(settings, tokenizer, _seq2seq_tokens(settings, tokenizer)), tokenizer
+    return make_new_config(settings, tokenizer, _make_seq2seq_tokens(settings, tokenizer)), tokenizer
 
 
-def _seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the special tokens of an encoder-decoder's config: no [CLS] and [SEP], and what its decoder starts with.
+def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the special tokens for the configuration of a new encoder-decoder, which do not include [CLS] and [SEP].
 
-    That is the end token, where the architecture's own checkpoints start so (BART), else padding (T5, Marian).
+    The decoder starts with the end token if the architecture does so by default (BART), otherwise with the padding
+    token (T5, Marian).
     """
     model_type: Any = settings.model_type
     default, end = AutoConfig.for_model(model_type), tokenizer.eos_token_id
@@ -338,48 +374,55 @@ def _seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBa
         "eos_token_id": end,
         "decoder_start_token_id": end if starts_with_end else tokenizer.pad_token_id,
     }
-    # What generation ends with where a text would be too long.
+    # If the architecture has a forced end token, generation ends a text that would be too long with it.
     return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
 
 
 def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError unless a tokenizer, its languages set, closes each target by its end token."""
+    """Check that a tokenizer, whose languages are set, ends each target with its end token.
+
+    Raises:
+        ValueError: If it does not.
+    """
     end = tokenizer.eos_token_id
-    # mBART's first version puts the language behind it.
+    # The first version of mBART puts the language after the end token.
     if end is None or end not in tokenizer(text_target="a")["input_ids"][-2:]:
+        problem = "has no end token" if end is None else f"does not end texts with {tokenizer.eos_token!r}"
         raise ValueError(
-            f"the tokenizer of {settings.tokenizer_name or settings.model_name_or_path} ends no text in an end token "
-            f"({'it has none' if end is None else repr(tokenizer.eos_token)}): generation would not learn to stop. "
-            "Give one that does with --tokenizer_name, or set its eos_token and a post-processor that appends it"
+            f"The tokenizer of {settings.tokenizer_name or settings.model_name_or_path} {problem}, so the model would "
+            "not learn when to stop. Give another one with --tokenizer_name, or set its eos_token and a "
+            "post-processor that appends it."
         )
 
 
-def new_config(
+def make_new_config(
     settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
+    """Make the configuration of a model from scratch.
+
+    It is a class of this package if variant fields are given, otherwise one of Transformers.
 
     Args:
-        settings: which; its `config_overrides` are the last word.
-        tokenizer: the model's.
-        tokens: special tokens that are others than an encoder's.
+        settings: The settings of the run. Its `config_overrides` have priority.
+        tokenizer: The tokenizer of the model.
+        tokens: Special tokens that differ from those of an encoder.
 
     Raises:
-        ValueError: if a field is unknown, or a value breaks a rule.
+        ValueError: If a field is unknown or has a wrong value.
     """
-    model_type: Any = settings.model_type  # given, where there is no checkpoint
+    model_type: Any = settings.model_type  # always given for a model from scratch
     variant_class = variant_config_class(model_type)
-    variant, overrides = given_variant(settings), read_overrides(settings.config_overrides or "")
+    variant, overrides = collect_variant_fields(settings), parse_overrides(settings.config_overrides or "")
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
-        raise ValueError(f"--{unknown[0]} is of encoder-decoders, or of cross-attention; {model_type} has none")
-    if twice := [name for name in variant if name in overrides]:
-        raise ValueError(f"`{twice[0]}` is given by --{twice[0]} and by --config_overrides: leave one out")
-    is_variant = variant or known.keys() & overrides.keys()
+        raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
+    if duplicates := [name for name in variant if name in overrides]:
+        raise ValueError(f"--{duplicates[0]} is also given by --config_overrides. Remove one of them.")
+    is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
-    _check_names(overrides, default, variant_class)
+    _check_override_names(overrides, default, variant_class)
     fields = {
-        "vocab_size": vocabulary_size(tokenizer),
+        "vocab_size": get_vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
@@ -390,12 +433,14 @@ def new_config(
         config = type(default)(**fields, **variant)
     except ValueError:
         raise
-    except Exception as error:  # the configs' own checks have error classes of their own
-        raise ValueError(f"--config_overrides {settings.config_overrides}: {' '.join(str(error).split())}") from error
-    if config.vocab_size < (size := vocabulary_size(tokenizer)):
+    except Exception as error:  # the checks of the configuration classes raise errors of other classes
         raise ValueError(
-            f"--config_overrides vocab_size={config.vocab_size}: the tokenizer of {settings.tokenizer_name} has "
-            f"{size} tokens, and each needs a row: leave vocab_size out, or give as many"
+            f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
+        ) from error
+    if config.vocab_size < (size := get_vocabulary_size(tokenizer)):
+        raise ValueError(
+            f"--config_overrides vocab_size must be at least {size}, the number of tokens of "
+            f"{settings.tokenizer_name}, got {config.vocab_size}. Leave vocab_size out to use this number."
         )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
@@ -404,151 +449,185 @@ def new_config(
     return config
 
 
-def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
-    """Raise ValueError for the name of an override that is no field of the configuration."""
+def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
+    """Check that each override is a field of the configuration.
+
+    Raises:
+        ValueError: If one is not. The message suggests a similar name.
+    """
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
             if reason is None:
-                near = nearest_name(name, default.to_dict())
+                similar = nearest_name(name, default.to_dict())
                 reason = f"`{name}` is not a field of {type(default).__name__}"
-                reason += "" if near is None else f"; did you mean {near}?"
+                reason += "." if similar is None else f"; did you mean {similar}?"
             raise ValueError(f"--config_overrides: {reason}")
 
 
-def read_overrides(text: str) -> dict[str, Any]:
-    """Return the fields of `--config_overrides` with their values.
+def parse_overrides(text: str) -> dict[str, Any]:
+    """Parse the value of `--config_overrides`.
 
-    A value is JSON if it can be read as such, otherwise plain text without a comma.
+    The value of a field is parsed as JSON if possible. Otherwise, it is plain text without a comma.
 
     Args:
-        text: "num_layers=2,feed_forward_proj=gated-gelu", 'talking_heads_dynamic=["x2l", "m2l"],num_layers=2' or
-            '{"num_layers": 2}'.
+        text: Fields and values, for example "num_layers=2,feed_forward_proj=gated-gelu",
+            'talking_heads_dynamic=["x2l", "m2l"],num_layers=2' or '{"num_layers": 2}'.
+
+    Returns:
+        The values by field.
 
     Raises:
-        ValueError: if an item is not FIELD=VALUE, a field is given twice, or a value is neither JSON nor plain text.
+        ValueError: If an item is not FIELD=VALUE, if a field is given twice, or if a value is neither JSON nor plain
+            text.
+
+    Example:
+        >>> parse_overrides("num_layers=2,feed_forward_proj=gated-gelu")
+        {'num_layers': 2, 'feed_forward_proj': 'gated-gelu'}
     """
     if text.lstrip().startswith("{"):
-        return _read_json("the text", text)
+        return _parse_json("The value", text)
     pairs = []
-    for item in filter(None, (item.strip(", \n\t") for item in ITEM_END.split(text))):
+    for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))
         if not name or not value:
-            raise ValueError(f"--config_overrides: {item!r} is not FIELD=VALUE")
-        pairs.append((name, _override(name, value)))
-    return _once(pairs)
+            raise ValueError(f"--config_overrides must be FIELD=VALUE items, got {item!r}.")
+        pairs.append((name, _parse_override(name, value)))
+    return _reject_duplicates(pairs)
 
 
-def _override(name: str, text: str) -> Any:
+def _parse_override(name: str, text: str) -> Any:
+    """Parse the value of a field."""
     if text[0] in '[{"':
-        return _read_json(f"the value of `{name}`", text)
-    if "," in text or text in PYTHON_WORDS:
-        raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}")
+        return _parse_json(f"The value of `{name}`", text)
+    if "," in text or text in PYTHON_CONSTANTS:
+        raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}.")
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _read_json(what: str, text: str) -> Any:
+def _parse_json(subject: str, text: str) -> Any:
+    """Parse JSON that begins like JSON; `subject` names it in the message."""
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_reject_duplicates)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--config_overrides: {what} is not JSON, as it begins: {error}") from None
+        raise ValueError(f"--config_overrides: {subject} begins like JSON but is not valid: {error}.") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dictionary, or raise ValueError if a name occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"--config_overrides gives `{twice}` twice")
+        duplicate = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"--config_overrides gives `{duplicate}` twice. Remove one of the values.")
     return values
 
 
 def check_new_model(settings: NewModelSettings) -> None:
-    """Make the model from scratch that settings describe, without its weights.
+    """Check the settings of a model from scratch by building it without weights.
 
     Raises:
-        OSError: if the tokenizer is not there.
-        ValueError: if the tokenizer cannot be used, or there is no such model.
+        OSError: If the tokenizer does not exist.
+        ValueError: If the tokenizer cannot be used or the model cannot be built.
     """
-    config = new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"), _building(settings):
+    config = make_new_config(settings, load_tokenizer(settings, None))
+    with torch.device("meta"), _building_model(settings):
         AutoModel.from_config(config)
 
 
 @contextmanager
-def _building(settings: NewModelSettings) -> Iterator[None]:
-    """Raise ValueError for whatever a model's constructor raises about its configuration."""
+def _building_model(settings: NewModelSettings) -> Iterator[None]:
+    """Convert any error of a model's constructor into a ValueError, because the configuration causes it."""
     try:
         yield
-    except Exception as error:  # an unknown activation is a KeyError, no heads are a ZeroDivisionError
+    except Exception as error:  # for example KeyError (unknown activation) or ZeroDivisionError (no heads)
         reason = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot build a new {settings.model_type} model: {reason}") from error
+        raise ValueError(f"The new {settings.model_type} model cannot be built: {reason}") from error
 
 
 def load_or_make_model(
     settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, needs_all: bool = False
 ) -> PreTrainedModel:
-    """Load the checkpoint, or make a new model with weights drawn at random, in float32.
+    """Load the checkpoint, or make a new model with random weights, in float32.
 
     Raises:
-        OSError, ValueError: as for `load_model_and_rest`, or if the config describes no model.
+        OSError, ValueError: As in `load_model_and_unexpected_keys`, or if the new model cannot be built.
     """
     if settings.model_name_or_path is not None:
         return load_model(settings, config, auto_class, needs_all=needs_all)
-    with _building(settings):
+    with _building_model(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Return each attention of a model, ours or upstream's, with its site and its path inside the base model.
+def iterate_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    """Yield each attention module of a model with its `AttentionSite` and its path inside the base model.
+
+    Args:
+        model: A model of this package or of Transformers.
 
     Raises:
-        ValueError: if the architecture is none of this package's.
+        ValueError: If the architecture is not supported by this package.
     """
-    # FSDP2 makes a class of this prefix for a model it shards.
+    # FSDP2 gives a model that it shards a class with this prefix.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
     return attention_sites.named_attentions(model, variant_class.attention_sites)
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:
-    """Give only some parameters `requires_grad`: "attention" those of the attention modules, "lora" none, or "all"."""
+    """Set `requires_grad` for the parameters to train.
+
+    Args:
+        model: The model.
+        trainable: "all", "attention" (the parameters of the attention modules) or "lora" (no parameter).
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
-        for site, path, module in named_attentions(model):
-            latent = site.latent_map(model.base_model, path)  # one that all layers share is in none of them
+        for site, path, module in iterate_attentions(model):
+            latent = site.latent_map(model.base_model, path)  # all layers share it, so it is not inside the module
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Add trainable low-rank updates (arXiv:2106.09685) to all projections of every attention, in place.
+    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to all projections of every attention, in place.
 
-    The model's parameters are frozen; updates are scaled by alpha / rank. Return peft's model around it, whose
-    `merge_and_unload` adds them to the weights.
+    All other parameters are frozen.
+
+    Args:
+        model: The model.
+        rank: The rank of the updates.
+        alpha: The updates are scaled by alpha / rank.
+
+    Returns:
+        The PEFT model around it, whose `merge_and_unload` adds the updates to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
     names = {id(module): name for name, module in model.named_modules()}
-    maps = []
-    for site, path, module in named_attentions(model):
-        maps += [module.get_submodule(linear) for linear in site.projections.values()]
+    layers = []
+    for site, path, module in iterate_attentions(model):
+        layers += [module.get_submodule(linear) for linear in site.projections.values()]
         latent = site.latent_map(model.base_model, path)
-        maps += [] if latent is None else [latent]
-    targets = list(dict.fromkeys(names[id(each)] for each in maps))
-    factor: Any = alpha  # any number, whatever peft's annotation says
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=factor, target_modules=targets, lora_dropout=0.0))
+        layers += [] if latent is None else [latent]
+    targets = list(dict.fromkeys(names[id(layer)] for layer in layers))
+    lora_alpha: Any = alpha  # PEFT accepts any number although it is annotated as int
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=targets, lora_dropout=0.0))
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freeze the trainable parameters that a loss does not depend on (a pooler, a head), and return their names.
+    """Freeze trainable parameters on which the loss does not depend, such as a pooler, and return their names.
 
-    Data-parallel training would wait for their gradients. The model is in evaluation mode: nothing random is drawn.
+    Data-parallel training would otherwise wait for their gradients.
+
+    Args:
+        model: The model, in evaluation mode, so that no random numbers are used.
+        loss: Computes the loss.
     """
     loss().backward()
     unused = [

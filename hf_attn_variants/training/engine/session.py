@@ -1,4 +1,4 @@
-"""The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
+"""Setup and cleanup of a training run: checks, the accelerator, the output folder and the trackers."""
 
 import logging
 import os
@@ -20,34 +20,35 @@ from ...files import make_folders, remove_empty_folders
 from ...model_history import ModelHistory, source_history
 from ...progress import no_progress_bars
 from . import outputs
-from .checkpoints import find_checkpoint, held_folder, list_checkpoints
+from .checkpoints import find_checkpoint, list_checkpoints, lock_folder
 from .settings import TrainingSettings
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
 
 logger = logging.getLogger(__name__)
 
-# The variables in which launchers tell a process how many there are: torchrun and accelerate, MPI's, SLURM's. Of
-# SLURM it is that of a job step: a batch script, which is one process, has the job's other variables too.
+# Environment variables in which launchers store the number of processes: torchrun and accelerate, MPI, SLURM. For
+# SLURM, it is the variable of a job step, because the other variables of a job also exist in a batch script, which is
+# one process.
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
 PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
 
-# Process groups are kept for good: freeing one waits for its threads. A DDP model in an error's traceback would free
-# it under the interpreter's lock, which a thread of gloo may need in order to end: a deadlock.
-_ended_groups: list[Any] = []
-# Accelerators of runs that reached `start_run`: what lies in the output folder from then on is theirs.
-_started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+# Process groups are never freed. A DDP model in the traceback of an error would free its group while it holds the
+# interpreter's lock. Freeing waits for the threads of gloo, which may need the same lock: a deadlock.
+_finished_process_groups: list[Any] = []
+# Accelerators of runs that reached `start_run` and from then on own the contents of the output folder.
+_started_accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
-    """Make the accelerator as `TrainingLoop` wants it, with the output folder ready; end the trackers afterwards.
+    """Create the accelerator for `TrainingLoop` and prepare the output folder; end the trackers afterwards.
 
     Raises:
-        ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
-            there, the output folder is not free, in use by another run, or cannot be written to, or several processes
-            were launched that know nothing of each other.
-        KeyboardInterrupt, TerminatedError: as the run does, with a message that says how to go on.
+        ValueError, OSError: If the machine does not support the settings, the checkpoint to resume from does not
+            exist, the output folder is not empty, is in use or cannot be written to, or several processes were
+            launched without a connection between them.
+        KeyboardInterrupt, TerminatedError: If the run raises them. The message adds how to resume.
     """
     _check_machine(settings)
     if settings.resume_from_checkpoint:
@@ -58,145 +59,153 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         mixed_precision=settings.mixed_precision,
         log_with=settings.tracker,
         project_dir=settings.output_dir,
-        # The loop accumulates; a number of accelerate's environment would divide each loss by it once more.
+        # The loop accumulates gradients. With a number from the environment, Accelerate would divide the losses again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         step_scheduler_with_optimizer=False,
         rng_types=[],
     )
-    made = []
+    new_folders = []
     try:
         _check_processes(settings, accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and settings.optim == "adafactor":
             raise ValueError(
-                "--optim adafactor: its moments are whole tensors, which FSDP2's shards do not fit; take --optim "
-                "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml"
+                "--optim adafactor cannot be used with FSDP2, because its moments need whole tensors. Use --optim "
+                "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml."
             )
-        accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
+        accelerator.wait_for_everyone()  # every process has checked the folder before one of them writes into it
         if accelerator.is_main_process:
-            made = _make_output_dir(settings.output_dir)
-        held = held_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
-        with held as was_in_use, no_progress_bars(settings.disable_tqdm):
+            new_folders = _make_output_dir(settings.output_dir)
+        lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
+        with lock as was_in_use, no_progress_bars(settings.disable_tqdm):
             if was_in_use:
                 _check_output_dir(settings)
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
-        advice = _how_to_go_on(settings) if accelerator in _started else "nothing was changed"
-        raise type(stop)(f"{str(stop) or INTERRUPTED}; {advice}") from stop
+        advice = _describe_resuming(settings) if accelerator in _started_accelerators else "No file was changed."
+        raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
     finally:
-        remove_empty_folders(made)
+        remove_empty_folders(new_folders)
         if accelerator.num_processes > 1:
-            _ended_groups.append(torch.distributed.group.WORLD)
+            _finished_process_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
-        # A second call in this process may want another precision or device.
+        # The next run in this process may use another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
 def _check_machine(settings: TrainingSettings) -> None:
-    """Check that this machine can compute and log as the settings ask, before anything is downloaded or written."""
+    """Check that this machine supports the precision and the trackers, before anything is downloaded or written."""
     on_cpu = settings.cpu or not torch.accelerator.is_available()
     if settings.mixed_precision == "fp16" and on_cpu:
-        raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
+        raise ValueError("--mixed_precision fp16 needs an accelerator. On a CPU, use bf16.")
     if settings.mixed_precision == "bf16" and on_cpu:
-        capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
+        capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in older versions of PyTorch
         names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
         if capabilities is not None and not any(capabilities().get(name) for name in names):
             logger.warning(
-                "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
-                "than with --mixed_precision no"
+                "--mixed_precision bf16 makes training many times slower than --mixed_precision no on this CPU, "
+                "because it has no bfloat16 instructions."
             )
     if settings.tracker is not None:
         _check_trackers(settings.tracker)
 
 
 def _check_trackers(report_to: str) -> None:
-    # accelerate itself leaves out a tracker that is not installed without a word.
+    """Check that the tracker is known and installed, because Accelerate ignores others without a warning."""
     known = [str(LoggerType(name)) for name in LoggerType.list()]
     installed = [str(name) for name in get_available_trackers()]
     if report_to not in known:
-        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}")
+        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}.")
     if not installed or (report_to != "all" and report_to not in installed):
         raise ValueError(
-            f"--report_to {report_to}: not installed (pip install "
-            f"{'tensorboard' if report_to == 'all' else report_to}); installed: {', '.join(installed) or 'none'}"
+            f"--report_to must be an installed tracker ({', '.join(installed) or 'nothing is installed'}), got "
+            f"{report_to!r}. Install it with `pip install {'tensorboard' if report_to == 'all' else report_to}`."
         )
 
 
 def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
-    """Check that processes launched together train together: alone, each would take itself for the main one."""
+    """Check that processes which were launched together also train together, not each one for itself."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
         return
     if name == SLURM_COUNT:
-        advice = f"srun one task a machine, with `accelerate launch` in it, or unset {name} if these are runs apart"
+        advice = (
+            f"Start one task per machine with srun and `accelerate launch` in it. For independent runs, unset {name}."
+        )
     elif settings.cpu or torch.accelerator.is_available():
-        advice = "start them by `accelerate launch` or torchrun"
+        advice = "Start them with `accelerate launch` or torchrun."
     else:
-        advice = "there is no GPU here, so give the script --cpu to train together on CPUs, or start one process"
+        advice = "There is no GPU. Add --cpu to train together on CPUs, or start only one process."
     raise ValueError(
-        f"{counts[name]} processes were launched ({name}={counts[name]}) that do not know of each other, and each "
-        f"would train alone into one folder: {advice}"
+        f"{counts[name]} processes were launched ({name}={counts[name]}) without a connection between them, and each "
+        f"would train a model in the same folder. {advice}"
     )
 
 
 def _check_output_dir(settings: TrainingSettings) -> None:
+    """Check that the output folder is empty, overwritten, or belongs to the run that resumes."""
     folder = Path(settings.output_dir)
     if folder.exists() and not folder.is_dir():
-        raise OSError(f"--output_dir {folder} is a file; give a folder")
-    used = folder.is_dir() and any(folder.iterdir())
-    if used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
-        kept = list_checkpoints(folder)
-        go_on = f"--resume_from_checkpoint latest to go on from {kept[-1].name}, " if kept else ""
+        raise OSError(f"--output_dir must be a folder, but {folder} is a file.")
+    is_used = folder.is_dir() and any(folder.iterdir())
+    if is_used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
+        checkpoints = list_checkpoints(folder)
+        resume = (
+            f"Resume from {checkpoints[-1].name} with --resume_from_checkpoint latest, start"
+            if checkpoints
+            else "Start"
+        )
         raise ValueError(
-            f"--output_dir {folder} is not empty{'' if kept else ' and has no checkpoint to go on from'}: give "
-            f"{go_on}--overwrite_output_dir to start over, or another folder"
+            f"--output_dir {folder} is not empty. {resume} a new run with --overwrite_output_dir, or give another "
+            "folder."
         )
     resumed = settings.resume_from_checkpoint
-    if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
+    if is_used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
         raise ValueError(
-            f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
-            "resumed run would replace the log and the best weights there; give an empty folder, or the checkpoint's"
+            f"--resume_from_checkpoint {resumed} is not in --output_dir {folder}, which is not empty. The run would "
+            "replace the log and the best weights in that folder. Give an empty folder, or that of the checkpoint."
         )
 
 
 def _make_output_dir(output_dir: str) -> list[Path]:
-    """Make the folder if it is not there, and check that it can be written to; return the new folders."""
-    folder, made = Path(output_dir), []
+    """Create the output folder if necessary, check that it can be written to, and return the new folders."""
+    folder, new_folders = Path(output_dir), []
     try:
-        made = make_folders(folder)
+        new_folders = make_folders(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        remove_empty_folders(made)
+        remove_empty_folders(new_folders)
         raise OSError(
-            f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
+            f"--output_dir {folder} cannot be written to ({error.strerror}). Give another folder."
         ) from error
-    return made
+    return new_folders
 
 
-def _how_to_go_on(settings: TrainingSettings) -> str:
-    kept = list_checkpoints(settings.output_dir)
-    if not kept:
-        return f"no checkpoint is in {settings.output_dir} (--checkpointing_steps saves some)"
-    instead = " in place of --overwrite_output_dir" if settings.overwrite_output_dir else ""
+def _describe_resuming(settings: TrainingSettings) -> str:
+    """Return the advice on resuming for the message of a stopped run."""
+    checkpoints = list_checkpoints(settings.output_dir)
+    if not checkpoints:
+        return f"There is no checkpoint in {settings.output_dir}. Use --checkpointing_steps to save checkpoints."
+    instead = " instead of --overwrite_output_dir" if settings.overwrite_output_dir else ""
     return (
-        f"the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
-        f"--resume_from_checkpoint latest{instead}"
+        f"The last checkpoint is {checkpoints[-1]}. To resume, repeat the command with --resume_from_checkpoint "
+        f"latest{instead}."
     )
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
-    """Give DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
+    """Set the batch size and the gradient clipping in the configuration of DeepSpeed, which applies them itself.
 
     Raises:
-        ValueError: if gradients are to be accumulated; DeepSpeed would step after each batch.
+        ValueError: If gradients are accumulated, because DeepSpeed would update the weights after each batch.
     """
     if settings.gradient_accumulation_steps > 1:
         raise ValueError(
-            "--gradient_accumulation_steps: under DeepSpeed only 1; give a larger --per_device_train_batch_size, or "
-            "launch with accelerate_configs/fsdp2.yaml"
+            f"--gradient_accumulation_steps must be 1 with DeepSpeed, got {settings.gradient_accumulation_steps}. Use "
+            "a larger --per_device_train_batch_size, or launch with accelerate_configs/fsdp2.yaml."
         )
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = settings.per_device_train_batch_size
@@ -204,26 +213,28 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
 
 
 def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
-    """Clear the output folder and start the trackers, where the settings ask for either.
+    """Clear the output folder and start the trackers, if the settings require it.
 
-    Called on every process when all that the run needs has been loaded: a run that cannot start removes nothing.
+    This is called on every process after everything that the run needs was loaded. Therefore, a run that cannot start
+    does not remove files.
 
     Returns:
-        How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
-        source is cleared. Empty on all but the main process.
+        The history of the model from which the run starts, for `outputs.save_model`. It is read before the folder is
+        cleared, because it may be in this folder. Empty on all processes except the main one.
     """
-    is_resumed, history = outputs.is_own_source(settings) and bool(settings.resume_from_checkpoint), ModelHistory()
+    is_resumed = outputs.is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
+    history = ModelHistory()
     if accelerator.is_main_process:
         history = source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
-        logger.warning("the model card will not tell all of the model's history: %s", problem)
-    _started.add(accelerator)
+        logger.warning("The history in the model card will be incomplete: %s", problem)
+    _started_accelerators.add(accelerator)
     if settings.overwrite_output_dir and accelerator.is_main_process:
         outputs.remove_earlier_run(settings.output_dir)
     accelerator.wait_for_everyone()
     if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}
-        shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items()}
-        # To tensorboard alone it is the name of a folder in the run's, to others that of a project, which is not.
+        shown = {key: item if isinstance(item, int | float | str) else str(item) for key, item in values.items()}
+        # TensorBoard uses this name for a folder in the output folder, other trackers use it for a project.
         accelerator.init_trackers("runs" if settings.tracker == "tensorboard" else "hf_attn_variants", shown)
     return history

@@ -1,7 +1,7 @@
 """Settings that the training commands share: frozen dataclasses with one field per flag.
 
-A class is a group of flags, and the settings of a command inherit from the groups that it needs. Names follow
-`transformers.TrainingArguments` where it has a counterpart. This file imports neither torch nor transformers, so that
+Each class is a group of flags, and the settings of a command inherit from the groups that it needs. Names follow
+`transformers.TrainingArguments` if it has a counterpart. This module does not import torch or Transformers, so that
 `--help` is fast.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ...modeling.fields.field_table import FIELDS, Field
+from ...modeling.fields.field_texts import describe_field
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -23,7 +24,7 @@ from .options import (
     WITH_BEST_WEIGHTS,
     Settings,
     option,
-    parse_json,
+    parse_json_flag,
     redefault,
 )
 
@@ -43,112 +44,115 @@ __all__ = [
     "TableSettings",
     "TrainingSettings",
     "VariantSettings",
-    "given_variant",
-    "greater_is_better",
-    "total_training_steps",
-    "warmup_steps",
+    "collect_variant_fields",
+    "count_training_steps",
+    "get_warmup_steps",
+    "is_greater_better",
 ]
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
-# The type of a setting for the kind of its field. A setting that is not given is None.
-TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
-Class = TypeVar("Class", bound=Settings)
+# Types of settings by the kind of the variant field. A setting that is not given is None.
+SETTING_TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
+SettingsClass = TypeVar("SettingsClass", bound=Settings)
 
 
-def _with_fields(prefixes: tuple[str, ...]) -> Callable[[type[Class]], type[Class]]:
-    """Give a settings class an option for each field of the table that has one of the prefixes."""
+def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
+    """Return a class decorator that adds an option for each variant field that can have one of the prefixes."""
 
-    def add_fields(settings: type[Class]) -> type[Class]:
-        found = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
-        types = {prefix + row.name: TYPES.get(row.kind, row.kind | None) for prefix, row in found}
+    def add_fields(settings: type[SettingsClass]) -> type[SettingsClass]:
+        fields = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
+        types = {prefix + row.name: SETTING_TYPES.get(row.kind, row.kind | None) for prefix, row in fields}
         settings.__annotations__ = {**settings.__annotations__, **types}
-        for prefix, row in found:
-            setattr(settings, prefix + row.name, _flag(prefix, row))
+        for prefix, row in fields:
+            setattr(settings, prefix + row.name, _make_option(prefix, row))
         return dataclass(frozen=True, kw_only=True)(settings)
 
     return add_fields
 
 
-def _flag(prefix: str, row: Field) -> Any:
-    """Return the option of a field. Its default is None, because the configuration has the field's own default."""
-    text = row.described(prefix)
-    if "_" not in text.split(":")[0]:  # the name of a pattern stays unchanged
+def _make_option(prefix: str, row: Field) -> Any:
+    """Make the option of a field. Its default is None, so that the configuration uses its own default."""
+    text = describe_field(prefix + row.name)
+    if "_" not in text.split(":")[0]:  # a text that begins with the name of a pattern keeps its lower case
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)
     shown = "" if default in (None, (), False) else f" (default: {default})"
     flag: dict[str, Any] = {"choices": row.choices_of(prefix)} if row.choices_of(prefix) else {}
     if row.kind is dict:
-        flag |= {"metavar": "JSON", "type": parse_json}
+        flag |= {"metavar": "JSON", "type": parse_json_flag}
     if row.kind is list and prefix and row.inherits:
         flag |= {"nargs": "*"}
     return option(f"{text}{shown}.", None, resume=ALWAYS, **flag)
 
 
-def given_variant(settings: Any) -> dict[str, Any]:
-    """Return the fields of the table that the settings give, as a dictionary."""
+def collect_variant_fields(settings: Any) -> dict[str, Any]:
+    """Return the variant fields that are set in the settings, as a dictionary."""
     values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
     return {name: value for name, value in values.items() if value is not None}
 
 
-@_with_fields(("",))
+@_add_variant_fields(("",))
 class VariantSettings(Settings):
-    """The fields of every new model."""
+    """Variant fields that every new model has."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
-@_with_fields(("encoder_", "cross_"))
+@_add_variant_fields(("encoder_", "cross_"))
 class EncoderDecoderVariantSettings(Settings):
-    """The fields of an encoder-decoder's encoder and cross-attention."""
+    """Variant fields of the encoder and the cross-attention of an encoder-decoder."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Which checkpoint is trained, and how it is built."""
+    """Settings that select the checkpoint to train and how to load it."""
 
     title: ClassVar[str] = "model"
 
     model_name_or_path: str | None = option(
-        "Folder or Hub id of the checkpoint, ours or upstream's.", None, resume=ALWAYS
+        "Folder or Hub id of the checkpoint, of this package or of Transformers.", None, resume=ALWAYS
     )
     tokenizer_name: str | None = option(
-        "Folder or Hub id of the tokenizer, where it is not the checkpoint's.", None, resume=ALWAYS
+        "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None, resume=ALWAYS
     )
     attn_implementation: str | None = option(
-        "eager, sdpa, ...: what the model computes attention with.",
+        "Attention implementation: eager, sdpa, ...",
         None,
-        resume=ALWAYS,  # where there is dropout, each draws its own
+        resume=ALWAYS,  # each implementation draws its dropout in its own way
     )
     dropout_rate: float | None = option(
-        "Replaces every dropout probability of the checkpoint's config.", None, range=FROM_0_BELOW_1, resume=ALWAYS
+        "Replace every dropout probability of the checkpoint's configuration.",
+        None,
+        range=FROM_0_BELOW_1,
+        resume=ALWAYS,
     )
-    gradient_checkpointing: bool = option("Recompute activations to save memory.", False)
-    trust_remote_code: bool = option("Run the model code that a Hub repository holds.", False)
+    gradient_checkpointing: bool = option("Recompute activations in the backward pass to save memory.", False)
+    trust_remote_code: bool = option("Allow model code from the Hub repository to run.", False)
 
     @property
     def source(self) -> str:
-        """`model_name_or_path`, of a model that is not from scratch."""
+        """Folder or Hub id of the checkpoint; only for a model that is not trained from scratch."""
         source: Any = self.model_name_or_path
         return source
 
     def check(self) -> None:
         super().check()
         if self.model_name_or_path is None and not isinstance(self, NewModelSettings):
-            raise ValueError("--model_name_or_path must be given: the folder or Hub id of a checkpoint")
+            raise ValueError("--model_name_or_path must be given. It is the folder or Hub id of a checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelSettings(VariantSettings, ModelSettings):
-    """What a model from scratch is like; see `new_model.new_config`."""
+    """Settings of a model that is trained from scratch; see `models.make_new_config`."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
-    model_type: str | None = option("The architecture.", None, resume=ALWAYS)
+    model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS)
     config_overrides: str | None = option(
-        "Config fields that differ from the architecture's defaults; values are JSON or plain text, and those with "
-        "commas JSON. A JSON object says the same.",
+        "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text; a value "
+        "with commas must be JSON. The whole argument can also be a JSON object.",
         None,
         resume=ALWAYS,
         metavar="FIELD=VALUE,...",
@@ -159,29 +163,29 @@ class NewModelSettings(VariantSettings, ModelSettings):
         if self.model_name_or_path is None:
             if self.model_type is None or self.tokenizer_name is None:
                 raise ValueError(
-                    "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
+                    "--model_name_or_path must be given, or --model_type and --tokenizer_name to train from scratch."
                 )
             return
-        own = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
-        if given := [*own, *given_variant(self)]:
+        model_flags = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
+        if flags := [*model_flags, *collect_variant_fields(self)]:
             raise ValueError(
-                f"--{given[0]} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has its "
-                "own (`attn-variants convert` makes variants of it)"
+                f"--{flags[0]} is only for a model from scratch, got --model_name_or_path {self.model_name_or_path}. "
+                "Use `attn-variants convert` to make a variant of a checkpoint."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings(Settings):
-    """Which languages an encoder-decoder of several reads and writes; see `languages.set_languages`."""
+    """Settings for the languages of a multilingual encoder-decoder; see `languages.set_languages`."""
 
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 
     source_lang: str | None = option(
-        "The sources' language, as the tokenizer calls it (en_XX, en, eng_Latn).", None, resume=ALWAYS
+        "Language of the sources, as the tokenizer names it (en_XX, en, eng_Latn).", None, resume=ALWAYS
     )
-    target_lang: str | None = option("The targets' language.", None, resume=ALWAYS)
+    target_lang: str | None = option("Language of the targets.", None, resume=ALWAYS)
     forced_bos_token: str | None = option(
-        "The language that generation begins with (default: the targets', where their texts begin with it).",
+        "Language token that generation begins with (default: the target language, if target texts begin with it).",
         None,
         resume=ALWAYS,
     )
@@ -189,36 +193,45 @@ class LanguageSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings):
-    """How examples become batches."""
+    """Settings for making batches from examples."""
 
     title: ClassVar[str] = "data"
 
-    max_length: int = option("Tokens per example, special tokens included.", 128, range=AT_LEAST_1, resume=ALWAYS)
+    max_length: int = option("Tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS)
     max_eval_samples: int | None = option(
         "Use only the first N rows of each dev split.", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
     )
     per_device_train_batch_size: int = option(
-        "Examples per device and forward pass.", 32, range=AT_LEAST_1, resume=ALWAYS
+        "Examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS
     )
-    per_device_eval_batch_size: int = option("The same, in evaluation.", 64, range=AT_LEAST_1)
-    dataloader_num_workers: int = option("Processes that prepare batches; 0: the main one.", 0, range=AT_LEAST_0)
+    per_device_eval_batch_size: int = option(
+        "Examples per device and forward pass in evaluation.", 64, range=AT_LEAST_1
+    )
+    dataloader_num_workers: int = option(
+        "Number of processes that prepare batches (0: the main process does).", 0, range=AT_LEAST_0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings(DataSettings):
-    """The same, where an example is a row of its own length, and not a block of a stream of text."""
+    """Data settings for examples that are rows of different lengths instead of blocks of a text stream."""
 
-    max_length: int = redefault(help="Tokens per example, special tokens included; longer ones are cut.")
+    max_length: int = redefault(help="Tokens per example, including special tokens. Longer examples are cut.")
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
     group_by_length: bool = option(
-        "Batches of examples of like length, in random order: less padding.", False, resume=ALWAYS
+        "Put examples of similar length into the same batch, which reduces padding. Batches stay in random order.",
+        False,
+        resume=ALWAYS,
     )
     pad_to_multiple_of: int | None = option(
-        "Pad each batch to a multiple of N tokens (8 suits tensor cores).", None, range=AT_LEAST_1, resume=ALWAYS
+        "Pad each batch to a multiple of N tokens (8 is efficient on tensor cores).",
+        None,
+        range=AT_LEAST_1,
+        resume=ALWAYS,
     )
 
 
-# transformers' schedules, but for those that need the metric at every step.
+# The schedules of Transformers, except those that need the metric at every step.
 SCHEDULES = (
     "linear",
     "cosine",
@@ -233,94 +246,108 @@ SCHEDULES = (
 )
 
 
-def _steps_or_epoch(text: str) -> int | str:
+def _parse_steps_or_epoch(text: str) -> int | str:
+    """Parse the value of `--checkpointing_steps`; `OutputSettings.check` checks it."""
     return int(text) if text.isdigit() else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings(Settings):
-    """The optimiser, its schedule and the length of training."""
+    """Settings of the optimizer, the schedule and the length of training."""
 
     title: ClassVar[str] = "training"
 
     optim: str = option(
-        "Adafactor keeps no moments of whole matrices.", "adamw", resume=ALWAYS, choices=("adamw", "adafactor")
+        "Optimizer. Adafactor stores row and column statistics instead of two moments per weight.",
+        "adamw",
+        resume=ALWAYS,
+        choices=("adamw", "adafactor"),
     )
     learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS)
     weight_decay: float = option(
-        "Decoupled weight decay; biases, norms, logits_proj and weights_proj are exempt.",
+        "Decoupled weight decay. Biases, norms, logits_proj and weights_proj do not decay.",
         0.0,
         range=AT_LEAST_0,
         resume=ALWAYS,
     )
-    adam_beta1: float = option("Decay of AdamW's mean of gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS)
-    adam_beta2: float = option("Decay of its mean of squares.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS)
-    adam_epsilon: float = option("Added to its denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
+    adam_beta1: float = option(
+        "AdamW's decay rate of the mean of gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS
+    )
+    adam_beta2: float = option(
+        "AdamW's decay rate of the mean of squared gradients.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS
+    )
+    adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
     adafactor_scale_parameter: bool = option(
-        "Steps in proportion to each parameter's root mean square (T5's pretraining, rate 1e-2).",
+        "Scale Adafactor's steps by the root mean square of each parameter (pretraining of T5, with rate 1e-2).",
         False,
         resume=ALWAYS,
     )
     adafactor_relative_step: bool = option(
-        "Adafactor's own schedule, min(1e-6 step, 1/sqrt(step)), instead of a rate, a schedule and warm-up.",
+        "Use Adafactor's schedule min(1e-6 step, 1/sqrt(step)) instead of a learning rate, schedule and warm-up.",
         False,
         resume=ALWAYS,
     )
-    max_grad_norm: float = option("Clip the gradient norm to this; 0: never clip.", 1.0, range=AT_LEAST_0)
-    num_train_epochs: float | None = option("Epochs (0: only evaluate).", 3.0, range=AT_LEAST_0)
+    max_grad_norm: float = option("Clip the gradient norm to this value (0: no clipping).", 1.0, range=AT_LEAST_0)
+    num_train_epochs: float | None = option("Number of epochs (0: only evaluate).", 3.0, range=AT_LEAST_0)
     max_train_steps: int | None = option(
-        "Optimiser steps in all; overrides --num_train_epochs.", None, range=AT_LEAST_1
+        "Total number of optimizer steps; overrides --num_train_epochs.", None, range=AT_LEAST_1
     )
     max_train_minutes: float | None = option(
-        "Stop after N minutes of this process's training, with a checkpoint to go on from.", None, range=ABOVE_0
+        "Stop training after N minutes and save a checkpoint. A resumed run starts the count again.",
+        None,
+        range=ABOVE_0,
     )
     gradient_accumulation_steps: int = option(
-        "Forward passes per optimiser step; the loss is the mean over all their examples.", 1, range=AT_LEAST_1
+        "Forward passes per optimizer step. The loss is the mean over all their examples.", 1, range=AT_LEAST_1
     )
     lr_scheduler_type: str = option(
-        f"One of {', '.join(SCHEDULES)}.", "linear", resume=ALWAYS, choices=SCHEDULES, metavar="NAME"
+        f"Learning-rate schedule: one of {', '.join(SCHEDULES)}.",
+        "linear",
+        resume=ALWAYS,
+        choices=SCHEDULES,
+        metavar="NAME",
     )
-    lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each gets a dictionary of its own)
-        "Further settings of the schedule, such as '{\"num_decay_steps\": 100}'.",
+    lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each object gets its own dictionary)
+        "Additional arguments of the schedule, such as '{\"num_decay_steps\": 100}'.",
         {},
         resume=ALWAYS,
         metavar="JSON",
-        type=parse_json,
+        type=parse_json_flag,
     )
-    num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
-    warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
+    num_warmup_steps: int | None = option("Steps in which the learning rate increases from 0.", None, range=AT_LEAST_0)
+    warmup_ratio: float = option("Warm-up as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
     seed: int = option(
-        "Seeds the head's weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
+        "Random seed of new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
     )
     mixed_precision: str | None = option(
-        "Autocast of the forward pass, on CPUs faster (bf16) only where they have bfloat16 instructions; default: as "
-        "`accelerate launch` says, or no.",
+        "Precision of the forward pass (autocast). On a CPU, bf16 is faster only if the CPU has bfloat16 "
+        "instructions. The default is the setting of `accelerate launch`, or no.",
         None,
         choices=("no", "bf16", "fp16"),
     )
-    cpu: bool = option("Train on the CPU even where an accelerator is present.", False)
+    cpu: bool = option("Train on the CPU even if there is an accelerator.", False)
     eval_steps: int | None = option(
-        "Evaluate every N optimiser steps (default: after every epoch).",
+        "Evaluate every N optimizer steps (default: after every epoch).",
         None,
         range=AT_LEAST_1,
         resume=WITH_BEST_WEIGHTS,
     )
     metric_for_best_model: str | None = option(
-        "Keep the weights of the best evaluation by this dev metric instead of the last ones.", None
+        "Dev metric that selects the best evaluation. The run keeps its weights instead of the last ones.", None
     )
     greater_is_better: bool | None = option(
-        "Whether that metric rises as the model gets better (default: unless its name is that of a loss or an error).",
+        "Whether a higher value of that metric is better (default: yes, unless its name is that of a loss or error).",
         None,
         resume=WITH_BEST_WEIGHTS,
         action=argparse.BooleanOptionalAction,
     )
     early_stopping_patience: int | None = option(
-        "Stop after N evaluations without a better dev metric; keeps the best weights.", None, range=AT_LEAST_1
+        "Stop after N evaluations without a better dev metric, and keep the best weights.", None, range=AT_LEAST_1
     )
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether the run has no training step: `num_train_epochs` 0 without `max_train_steps`."""
+        """Whether the run has no training step (`num_train_epochs` is 0 and `max_train_steps` is not given)."""
         return self.max_train_steps is None and self.num_train_epochs == 0
 
     @property
@@ -332,118 +359,126 @@ class OptimizationSettings(Settings):
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
         if self.greater_is_better is not None and not self.keeps_best_weights:
-            raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience")
+            raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience.")
         if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("give --num_warmup_steps or --warmup_ratio, not both")
+            raise ValueError("--num_warmup_steps and --warmup_ratio cannot be used together. Remove one of them.")
         if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":
-            raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor")
+            raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor.")
         if self.adafactor_relative_step and (has_warmup or self.lr_scheduler_kwargs):
-            raise ValueError("--adafactor_relative_step is a schedule with a warm-up of its own: give no other")
+            raise ValueError(
+                "--adafactor_relative_step has its own schedule and warm-up. Remove the flags of any other schedule "
+                "or warm-up."
+            )
         if not isinstance(self.lr_scheduler_kwargs, dict):
-            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}")
-        # transformers would pass over both without a word.
+            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}.")
+        # Transformers would ignore both without a warning.
         if self.lr_scheduler_type == "constant" and has_warmup:
-            raise ValueError("--lr_scheduler_type constant has no warm-up: give constant_with_warmup")
+            raise ValueError("--lr_scheduler_type constant has no warm-up. Use constant_with_warmup instead.")
         if self.lr_scheduler_type in ("constant", "constant_with_warmup") and self.lr_scheduler_kwargs:
-            raise ValueError(f"--lr_scheduler_type {self.lr_scheduler_type} takes no --lr_scheduler_kwargs")
+            raise ValueError(f"--lr_scheduler_type {self.lr_scheduler_type} does not take --lr_scheduler_kwargs.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
-    """Where results go, what is logged and how a run resumes."""
+    """Settings of the output folder, of logging and of resuming."""
 
     title: ClassVar[str] = "output"
 
     output_dir: str = option("Folder for the model, its results and the checkpoints.")
     overwrite_output_dir: bool = option(
-        "Accept a folder that is not empty; an earlier run's checkpoints, log and results in it, and the README.md of "
-        "a model that the run does not begin with, are removed once the new run's data and model are loaded.",
+        "Use the output folder even if it is not empty. Checkpoints, log and results of an earlier run are removed "
+        "after the data and the model of the new run are loaded. The README.md is removed, too, unless the run starts "
+        "from the model in this folder.",
         False,
     )
     logging_steps: int = option("Log the mean loss of every N steps.", 10, range=AT_LEAST_1)
     peak_tflops: float | None = option(
-        "What one device could do in this precision, from its data sheet (an H100 in bf16: 989); "
-        "the results then have train_mfu.",
+        "Peak TFLOPS of one device in this precision, from its data sheet (H100 with bf16: 989). The results then "
+        "contain train_mfu.",
         None,
         range=ABOVE_0,
     )
     checkpointing_steps: int | str | None = option(
-        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_steps_or_epoch
+        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_parse_steps_or_epoch
     )
     save_total_limit: int | None = option(
-        "Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
+        "Keep only the last N checkpoints (default: all). Each contains the weights and the optimizer state.",
         None,
         range=AT_LEAST_1,
     )
     resume_from_checkpoint: str | None = option(
-        "Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir. One from "
-        "elsewhere needs an empty --output_dir.",
+        "Continue exactly from a checkpoint; latest selects the newest complete one in --output_dir. A checkpoint "
+        "from another folder needs an empty --output_dir.",
         None,
         metavar="PATH|latest",
     )
-    with_tracking: bool = option("Log to tensorboard, or to the trackers of --report_to.", False)
+    with_tracking: bool = option("Log to TensorBoard, or to the trackers of --report_to.", False)
     report_to: str | None = option(
-        "Log to tensorboard, wandb, trackio, ... or all; none: to none (default: to none without --with_tracking).",
+        "Tracker to log to: tensorboard, wandb, trackio, ..., all or none (default: none, unless --with_tracking).",
         None,
     )
-    disable_tqdm: bool = option("No progress bars.", False)
+    disable_tqdm: bool = option("Do not show progress bars.", False)
 
     @property
     def tracker(self) -> str | None:
-        """What the run logs to: one tracker, "all", or None."""
+        """The tracker that the run logs to: its name, "all", or None."""
         if self.report_to is None:
             return "tensorboard" if self.with_tracking else None
         return None if self.report_to == "none" else self.report_to
 
     def check(self) -> None:
         super().check()
-        every = self.checkpointing_steps
-        if every not in (None, "epoch") and not (isinstance(every, int) and every >= 1):
-            raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {every!r}")
-        if self.save_total_limit is not None and every is None:
-            raise ValueError("--save_total_limit needs --checkpointing_steps: no checkpoint is saved without it")
+        steps = self.checkpointing_steps
+        if steps not in (None, "epoch") and not (isinstance(steps, int) and steps >= 1):
+            raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {steps!r}.")
+        if self.save_total_limit is not None and steps is None:
+            raise ValueError("--save_total_limit needs --checkpointing_steps. Without it no checkpoint is saved.")
         if self.resume_from_checkpoint and self.overwrite_output_dir:
             raise ValueError(
-                "--resume_from_checkpoint goes on with what --overwrite_output_dir removes from --output_dir: give one"
+                "--resume_from_checkpoint and --overwrite_output_dir cannot be used together. Remove one of them."
             )
         if self.with_tracking and self.report_to == "none":
-            raise ValueError("--with_tracking logs, and --report_to none does not: give one")
+            raise ValueError("--with_tracking and --report_to none cannot be used together. Remove one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Where a command pushes the model that it trained; a training that is called from Python pushes nothing."""
+    """Settings for pushing the trained model to the Hub. Only the commands do this, not the Python functions."""
 
     title: ClassVar[str] = "hub"
 
-    push_to_hub: bool = option("Push the final model.", False)
-    hub_model_id: str | None = option("user/name; default: the name of --output_dir under your account.", None)
+    push_to_hub: bool = option("Push the final model to the Hub.", False)
+    hub_model_id: str | None = option(
+        "Repository, user/name (default: your account and the name of --output_dir).", None
+    )
     hub_private_repo: bool = option("Make the repository private.", False)
-    hub_token: str | None = option("Token to use instead of the one `hf auth login` stored.", None)
+    hub_token: str | None = option("Access token to use instead of the one that `hf auth login` stored.", None)
 
     def check(self) -> None:
         super().check()
         if (self.hub_model_id or self.hub_private_repo) and not self.push_to_hub:
-            raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub")
+            raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, OutputSettings, HubSettings):
-    """What every training has."""
+    """Settings that every training has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(TrainingSettings, RowSettings):
-    """What every training on rows has."""
+    """Settings that every training on rows has."""
 
-    max_length: int = redefault()  # a dataclass takes that of its first base otherwise
+    max_length: int = redefault()  # otherwise a dataclass takes this field from its first base
 
 
-def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
-    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
+    """Return the number of warm-up steps.
+
+    It is `--num_warmup_steps`, or else `--warmup_ratio` of all steps, rounded up.
 
     Raises:
-        ValueError: if they are more than the run has.
+        ValueError: If it is more than the steps of the run.
     """
     warmup = settings.num_warmup_steps
     if warmup is None:
@@ -451,11 +486,11 @@ def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     if total_steps == 0:  # a run that only evaluates
         return 0
     if warmup > total_steps:
-        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+        raise ValueError(f"--num_warmup_steps must be at most the {total_steps} steps of the run, got {warmup}.")
     return warmup
 
 
-# The dev metrics that fall as a model gets better; all others rise.
+# Dev metrics that decrease as a model gets better. All other metrics increase.
 FALLING_METRICS = re.compile(
     r"(\w+_)?(loss|perplexity|ppl|nll|cross_entropy|brier|[wctm]er|wil|r?mse|s?mape|mae|mase|error|distance|divergence)"
     r"(_mm|_rate|_score)?",
@@ -463,21 +498,21 @@ FALLING_METRICS = re.compile(
 )
 
 
-def greater_is_better(metric: str) -> bool:
-    """Return whether a dev metric, named without "eval_", is to be raised."""
+def is_greater_better(metric: str) -> bool:
+    """Return whether a higher value of a dev metric (its name without "eval_") is better."""
     return FALLING_METRICS.fullmatch(metric) is None
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long and in what rhythm a run trains; a field that a setting is named like has its value.
+    """Settings of the training loop. Fields with the name of a training setting have the value of that setting.
 
     Attributes:
-        total_steps: optimiser steps.
-        metric_for_best_model: the dev metric that tells the best weights, without "eval_".
-        greater_is_better: whether it rises as the model gets better.
-        keep_best: whether the weights of the best evaluation are kept, and the run ends with them.
-        fingerprint: what a resumed run must share beyond what the loop knows (see `TrainState`).
+        total_steps: The number of optimizer steps.
+        metric_for_best_model: The dev metric that selects the best weights, without "eval_".
+        greater_is_better: Whether a higher value of that metric is better.
+        keep_best: Whether the run keeps the weights of its best evaluation and ends with them.
+        fingerprint: Values that a resumed run must share, in addition to those that the loop adds (see `TrainState`).
     """
 
     output_dir: str
@@ -508,105 +543,119 @@ class LoopSettings:
         dev_fingerprint: dict[str, Any],
         **others: Any,
     ) -> "LoopSettings":
-        """Make the loop's settings of a run's.
+        """Make the settings of the loop from the settings of a run.
 
         Args:
-            settings: of the run.
-            total_steps: optimiser steps.
-            default_metric: the dev metric that tells the best weights where the settings name none.
-            fingerprint: what tells this run's training data from others.
-            dev_fingerprint: what tells its dev data and their scoring from others; a resumed run must share it where
-                the best weights are kept.
-            **others: fields that are not as the settings have them.
+            settings: The settings of the run.
+            total_steps: The number of optimizer steps.
+            default_metric: The dev metric that selects the best weights if the settings do not name one.
+            fingerprint: Values that identify the training data.
+            dev_fingerprint: Values that identify the dev data and how they are scored. A resumed run must share them
+                only if the run keeps its best weights.
+            **others: Fields that differ from the settings.
 
         Raises:
-            ValueError: if the warm-up is longer than the run.
+            ValueError: If the warm-up is longer than the run.
         """
         keep_best = settings.keeps_best_weights
         metric = (settings.metric_for_best_model or default_metric).removeprefix("eval_")
-        rises = settings.greater_is_better
-        own = {
+        given_direction = settings.greater_is_better
+        values = {
             "total_steps": total_steps,
             "metric_for_best_model": metric,
-            "greater_is_better": greater_is_better(metric) if rises is None else rises,
+            "greater_is_better": is_greater_better(metric) if given_direction is None else given_direction,
             "keep_best": keep_best,
             "fingerprint": {
                 **fingerprint,
                 **(dev_fingerprint if keep_best else {}),
                 **settings.resume_values(with_best_weights=keep_best),
-                "warm-up steps": warmup_steps(settings, total_steps),
+                "warm-up steps": get_warmup_steps(settings, total_steps),
             },
             **others,
         }
-        names = {each.name for each in dataclasses.fields(cls)} - own.keys()
-        return cls(**{name: getattr(settings, name) for name in names}, **own)
+        names = {item.name for item in dataclasses.fields(cls)} - values.keys()
+        return cls(**{name: getattr(settings, name) for name in names}, **values)
 
 
-def total_training_steps(
+def count_training_steps(
     batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
 ) -> int:
-    """Return the optimiser steps of a run.
+    """Return the number of optimizer steps of a run.
 
     Args:
-        batches_per_epoch: batches that each process sees in an epoch; None for a stream of unknown length.
-        accumulation: batches a step; the last step of an epoch may have fewer.
-        epochs: epochs, a fraction allowed.
-        max_steps: overrides `epochs`.
+        batches_per_epoch: Batches per process and epoch. None for a stream of unknown length.
+        accumulation: Batches per step. The last step of an epoch can have fewer.
+        epochs: The number of epochs, which can be a fraction.
+        max_steps: The number of steps; overrides `epochs`.
 
     Raises:
-        ValueError: if the length is unknown and no maximum is given.
+        ValueError: If the length of an epoch is unknown and `max_steps` is not given.
     """
     if max_steps is not None:
         return max_steps
     if epochs == 0:
         return 0
     if batches_per_epoch is None or epochs is None:
-        raise ValueError("a stream has no length: give --max_train_steps")
+        raise ValueError("--max_train_steps must be given, because the length of the training data is not known.")
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
-NEEDS_DEV = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+# Settings that need dev data.
+DEV_SETTINGS = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings(FineTuningSettings):
-    """Which tables."""
+    """Settings of training on tables, or on a source of the `datasets` library."""
 
     title: ClassVar[str] = "tables"
 
-    train_file: tuple[str, ...] | None = option("Training tables: .csv, .tsv, .json, .jsonl, each also .gz.", None)
-    validation_file: tuple[str, ...] | None = option("Dev tables, likewise.", None, resume=WITH_BEST_WEIGHTS)
-    test_file: tuple[str, ...] | None = option("Tables to predict, with or without labels.", None)
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
-    dataset_config_name: str | None = option("Its configuration.", None)
-    train_split_name: str = option("Its training split (default: %(default)s).", "train")
-    validation_split_name: str | None = option(
-        "Its dev split (default: validation, where there is one).", None, resume=WITH_BEST_WEIGHTS
+    train_file: tuple[str, ...] | None = option(
+        "Training tables (.csv, .tsv, .json or .jsonl, with or without .gz).", None
     )
-    test_split_name: str | None = option("Its test split (default: test, where there is one).", None)
+    validation_file: tuple[str, ...] | None = option(
+        "Dev tables, in the same formats.", None, resume=WITH_BEST_WEIGHTS
+    )
+    test_file: tuple[str, ...] | None = option("Tables to predict, with or without labels.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
+    train_split_name: str = option("Training split of the `datasets` source (default: %(default)s).", "train")
+    validation_split_name: str | None = option(
+        "Dev split of the `datasets` source (default: validation, if it exists).", None, resume=WITH_BEST_WEIGHTS
+    )
+    test_split_name: str | None = option("Test split of the `datasets` source (default: test, if it exists).", None)
     skip_predict: bool = option("Do not predict the test rows.", False)
 
     def check(self) -> None:
         super().check()
         files = {split: getattr(self, f"{split}_file") for split in ("train", "validation", "test")}
         if any(files.values()) == (self.dataset_name is not None):
-            got = "; got both" if self.dataset_name is not None else ""
-            raise ValueError(f"give --train_file (and --validation_file, --test_file), or --dataset_name{got}")
+            got = "both" if self.dataset_name is not None else "neither"
+            raise ValueError(
+                "Either table files (--train_file, --validation_file, --test_file) or --dataset_name must be given, "
+                f"got {got}."
+            )
         if self.dataset_name is not None:
             return
         if self.dataset_config_name is not None:
-            raise ValueError("--dataset_config_name needs --dataset_name")
+            raise ValueError("--dataset_config_name needs --dataset_name.")
         for split, default in (("train", "train"), ("validation", None), ("test", None)):
             if getattr(self, f"{split}_split_name") != default:
-                raise ValueError(f"--{split}_split_name needs --dataset_name; of files give --{split}_file")
+                raise ValueError(f"--{split}_split_name needs --dataset_name. For files, use --{split}_file.")
         if not self.only_evaluates and not files["train"]:
-            raise ValueError("training needs --train_file (or --num_train_epochs 0, to evaluate or predict only)")
+            raise ValueError("--train_file must be given for training. To only evaluate, use --num_train_epochs 0.")
         if self.only_evaluates and not (files["validation"] or files["test"]):
-            raise ValueError("--num_train_epochs 0 only evaluates: give --validation_file or --test_file")
+            raise ValueError("--num_train_epochs 0 only evaluates. Give --validation_file or --test_file.")
         self.check_dev(bool(files["validation"]))
 
-    def check_dev(self, is_there: bool) -> None:
-        """Raise ValueError where a setting asks for dev rows that are not there."""
-        for name in NEEDS_DEV if not is_there else ():
+    def check_dev(self, has_dev_rows: bool) -> None:
+        """Check that no setting needs dev rows if they do not exist.
+
+        Raises:
+            ValueError: If a setting needs dev rows that do not exist.
+        """
+        for name in DEV_SETTINGS if not has_dev_rows else ():
             if getattr(self, name) is not None:
-                raise ValueError(f"--{name} needs dev rows: --validation_file, or a dev split of --dataset_name")
+                raise ValueError(
+                    f"--{name} needs dev rows. Give --validation_file, or a --dataset_name that has a dev split."
+                )

@@ -1,4 +1,4 @@
-"""Rows of a run's splits, read from tables or a `datasets` source, and the columns that a finished model recorded."""
+"""The rows of the splits of a run, from tables or a `datasets` source, and the columns that a model was trained on."""
 
 import itertools
 import logging
@@ -16,39 +16,39 @@ from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_colu
 from .settings import FineTuningSettings, TableSettings
 
 __all__ = [
-    "UNKNOWN",
-    "Record",
-    "Source",
-    "absent_column",
-    "check_column",
-    "folder_files",
+    "UNKNOWN_LABELS",
+    "SplitRows",
+    "TableRow",
+    "apply_recorded_columns",
+    "find_absent_recorded_column",
+    "find_split_files",
+    "get_label_name",
+    "get_text",
     "load_splits",
-    "named_label",
-    "read_sources",
-    "text_of",
-    "uneven_column",
-    "warn_of_other_length",
-    "with_recorded_columns",
+    "make_uneven_column_error",
+    "read_splits",
+    "resolve_label_column",
+    "warn_about_max_length",
 ]
 
 logger = logging.getLogger(__name__)
 
-# Entries of a builder's configuration that do not say how a file is read.
-NAMES = {"name", "version", "data_dir", "data_files", "description"}
+# Fields of a builder's configuration that do not affect how a file is read.
+IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
 
-def folder_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
-    """Return the paths of each split's files if `--dataset_name` is a folder of files that this package reads.
+def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
+    """Return the files of each split if `--dataset_name` is a folder of files that this package can read.
 
-    `datasets` reads CSV by the guesses of pandas: "None" becomes a missing value, "01" the number 1. The readers of
-    `--train_file` keep every cell as it is written. `datasets` only finds which file belongs to which split.
+    `datasets` reads CSV with pandas, which changes cells: "None" becomes a missing value and "01" the number 1. The
+    readers of `--train_file` keep every cell unchanged. Therefore, `datasets` only assigns the files to splits here.
 
     Args:
-        settings: with `dataset_name` and `dataset_config_name`.
-        suffixes: the kinds of files to read, plain or .gz.
+        settings: Settings with `dataset_name` and `dataset_config_name`.
+        suffixes: The file types to read, with or without .gz.
 
     Returns:
-        The paths by split; None for another source, or if the folder's README.md says how its files are read.
+        The paths by split. None for another source, or if the README.md of the folder defines how files are read.
     """
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
@@ -58,46 +58,50 @@ def folder_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dic
             builder = load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
             options, defaults = vars(builder.config), vars(type(builder.config)())
             files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
-    except Exception:  # whoever loads the folder reports the error
+    except Exception:  # the code that loads the folder later reports the error
         return None
-    changed = {name for name in defaults.keys() - NAMES if options[name] != defaults[name]}
+    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
         return None
-    paths = [Path(path) for each in files.values() for path in each]
-    is_ours = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
-    return files if paths and is_ours else None
+    paths = [Path(path) for split_files in files.values() for path in split_files]
+    is_readable = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
+    return files if paths and is_readable else None
 
 
 def load_splits(settings: Any) -> Any:
-    """Return the splits of `--dataset_name`, by their names.
+    """Load the splits of `--dataset_name` with `datasets`.
 
     Args:
-        settings: with `dataset_name` and `dataset_config_name`.
+        settings: Settings with `dataset_name` and `dataset_config_name`.
+
+    Returns:
+        The splits, with their names as keys.
 
     Raises:
-        OSError: if it cannot be loaded.
+        OSError: If the source cannot be loaded.
     """
     try:
         return load_dataset(settings.dataset_name, settings.dataset_config_name)
-    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+    except Exception as error:  # `datasets` and the Hub raise many types of errors
         raise OSError(
-            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
+            f"--dataset_name {settings.dataset_name} cannot be loaded ({type(error).__name__}: {error}). Use files "
+            "instead."
         ) from error
 
 
 SPLITS = ("train", "validation", "test")
-# What the Hub has as a label that is not public.
-UNKNOWN = {"-1", "-1.0"}
+# Labels that stand for unpublished labels in data sets of the Hub.
+UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 @dataclass
-class Record:
-    """A row as it came.
+class TableRow:
+    """A row of a table or of a `datasets` source, without changes.
 
     Attributes:
-        file: or `datasets` source.
-        number: in that, from 1.
-        place, values, names_place, line: see `table_files.Record`.
+        file: The file or the name of the source.
+        number: The number of the row in it, from 1.
+        place, values, names_place, line: As in `text_files.Record`.
     """
 
     file: str
@@ -108,235 +112,259 @@ class Record:
     line: int | None = None
 
 
-class Source:
-    """The rows of a split, one after the other, and what its features say of its labels."""
+class SplitRows:
+    """The rows of a split in order, and the features with the names of its labels.
 
-    def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
+    Args:
+        records: The rows, at least one.
+        features: The features of a `datasets` source by column.
+
+    Attributes:
+        first: The first row.
+        records: An iterator over all rows.
+    """
+
+    def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records: Iterator[Record] = itertools.chain([self.first], records)
+        self.records: Iterator[TableRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
-        """Return the names of labels that are numbers of names."""
+        """Return the names of the classes if the labels of a column are class numbers, otherwise None."""
         feature = self.features.get(label_column or "")
-        feature = getattr(feature, "feature", feature)  # of a list
+        feature = getattr(feature, "feature", feature)  # the feature of the items, if the labels are lists
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
-def read_sources(settings: TableSettings) -> dict[str, Source]:
-    """Return those splits that there are of "train", "validation" and "test", and that the run reads.
+def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    """Read the splits "train", "validation" and "test" that exist and that the run uses.
 
     Raises:
-        OSError: if a file or the Hub's dataset cannot be read.
-        ValueError: if a file is no table, or there is no row.
+        OSError: If a file or the data set cannot be read.
+        ValueError: If a file is not a table, or there are no rows.
     """
-    sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
-    if not sources:
-        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
-    return sources
+    splits = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
+    if not splits:
+        raise ValueError("There are no rows to read. Give dev rows, or give test rows and remove --skip_predict.")
+    return splits
 
 
-def _file_sources(settings: TableSettings) -> dict[str, Source]:
-    paths = {name: getattr(settings, f"{name}_file") for name in _wanted(settings)}
-    return {name: Source(_file_records(each)) for name, each in paths.items() if each}
+def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    """Read the splits of the table files."""
+    paths = {name: getattr(settings, f"{name}_file") for name in _list_read_splits(settings)}
+    return {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
 
 
-def _wanted(settings: TableSettings) -> list[str]:
+def _list_read_splits(settings: TableSettings) -> list[str]:
+    """Return the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
 
 
-def _file_records(paths: Sequence[str]) -> Iterator[Record]:
+def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
+    """Yield the rows of table files."""
     for path in paths:
         number = 0
         for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
-            yield Record(path, number, place, values, names_place, line)
+            yield TableRow(path, number, place, values, names_place, line)
         if not number:
-            raise ValueError(f"{path} is empty: it has no row")
+            raise ValueError(f"{path} must have at least one row, but is empty.")
 
 
-def _dataset_sources(settings: TableSettings) -> dict[str, Source]:
-    files = folder_files(settings)
-    found: Any = load_splits(settings) if files is None else files
+def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
+    """Read the splits of a `datasets` source."""
+    files = find_split_files(settings)
+    splits: Any = load_splits(settings) if files is None else files
     sources = {}
-    for name in _wanted(settings):
-        given = getattr(settings, f"{name}_split_name")
-        split = given or name
+    for name in _list_read_splits(settings):
+        split_name = getattr(settings, f"{name}_split_name")
+        split = split_name or name
         if files is not None and split in files:
-            sources[name] = Source(_file_records(files[split]))
-        elif files is None and split in found and len(found[split]):
+            sources[name] = SplitRows(_read_file_rows(files[split]))
+        elif files is None and split in splits and len(splits[split]):
             file = f"{settings.dataset_name} ({split})"
-            records = (Record(file, i, row_place(file, None, i), row, file) for i, row in enumerate(found[split], 1))
-            sources[name] = Source(records, found[split].features)
-        elif given is not None:
+            numbered = enumerate(splits[split], start=1)
+            records = (TableRow(file, i, row_place(file, None, i), row, file) for i, row in numbered)
+            sources[name] = SplitRows(records, splits[split].features)
+        elif split_name is not None:
             raise ValueError(
-                f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
-                f"{', '.join(map(str, found))}: name one with --{name}_split_name"
+                f"--{name}_split_name must be a split of {settings.dataset_name} with rows, got {split!r}. Its splits "
+                f"are {', '.join(map(str, splits))}."
             )
     if not sources:
-        there = ", ".join(map(str, found))
         raise ValueError(
-            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
-            f"{there}: name one with --validation_split_name"
+            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split. Its splits are "
+            f"{', '.join(map(str, splits))}. Select one with --validation_split_name."
         )
     return sources
 
 
-def check_column(name: str, source: Source, column: str | None, flag: str) -> str | None:
-    """Return the column of a split's labels; None of a test split without it.
+def resolve_label_column(name: str, source: SplitRows, column: str | None, flag: str) -> str | None:
+    """Return the column with the labels of a split, or None for a test split without labels.
+
+    Args:
+        name: The name of the split.
+        source: The rows of the split. They are checked while they are read.
+        column: The column that should have the labels.
+        flag: The flag that names the column, for messages.
 
     Raises:
-        ValueError: if its first row lacks the column, and it is no test split, or a later row has it; and if the first
-            row of another of its files lacks the column that the first file has.
+        ValueError: If a split other than "test" lacks the column in its first row, if a later row has a column that
+            the first row lacks, or if the first row of another file lacks the column.
     """
     if column is None:
         return None
     if has_column(source.first.values, column):
-        source.records = _with(column, flag, source.records)
+        source.records = _require_column(column, flag, source.records)
         return column
     if name != "test":
         raise missing_column(source.first.names_place, source.first.values, column, flag)
-    source.records = _without(column, source.first, source.records)
+    source.records = _forbid_column(column, source.first, source.records)
     return None
 
 
-def _with(column: str, flag: str, records: Iterator[Record]) -> Iterator[Record]:
+def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
             raise missing_column(record.names_place, record.values, column, flag)
         yield record
 
 
-def _without(column: str, first: Record, records: Iterator[Record]) -> Iterator[Record]:
+def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield rows, and check that no row has the column."""
     for record in records:
         if has_column(record.values, column):
-            raise uneven_column(column, first, record)
+            raise make_uneven_column_error(column, first, record)
         yield record
 
 
-def uneven_column(column: str, first: Record, record: Record) -> ValueError:
-    """Return the error of a column that the first row lacks and a later one has."""
+def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
+    """Return the error for a column that a row has and the first row lacks."""
     return ValueError(
-        f"{first.place}: there is no column {column!r}, and {record.place} has it: give it to all rows, or to none"
+        f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
     )
 
 
-def text_of(record: Record, column: str, flag: str) -> str:
-    """Return a row's text in a column.
+def get_text(record: TableRow, column: str, flag: str) -> str:
+    """Return the text of a row in a column.
 
     Raises:
-        ValueError: if it has none there; the message says that `flag` names the column.
+        ValueError: If the row has no text in this column. The message names the flag.
     """
     text = column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
         raise missing_column(record.names_place, record.values, column, flag)
-    what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
-    raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with {flag}")
+    problem = "half a surrogate pair, which is not text" if isinstance(text, str) else f"no text but {text!r:.60}"
+    raise ValueError(f"{record.place}: Column {column!r} holds {problem}. Use {flag} to name another column.")
 
 
-def named_label(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of a label that is a number of names, of a list those of its items; None for other numbers."""
+def get_label_name(value: Any, names: Sequence[str]) -> Any:
+    """Return the name of a label that is a class number, or the names of a list of labels; None for other numbers."""
     if isinstance(value, list):
-        return [named_label(each, names) for each in value]
+        return [get_label_name(item, names) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-# What results of another program, or damaged ones, raise.
-UNREADABLE = (AttributeError, TypeError, ValueError)
+# Errors that results cause if they are damaged or were written by another program.
+RESULT_ERRORS = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
-def with_recorded_columns(
+def apply_recorded_columns(
     settings: SettingsT,
     first: dict[str, Any] | None,
     columns: Mapping[str, Sequence[str]],
     others: Sequence[str] = (),
 ) -> SettingsT:
-    """Return the settings of a run that only evaluates, with what is not given as the model's results have it.
+    """Complete the settings of a run that only evaluates with those of the model's training.
 
-    The results are `all_results.json` in the model's folder. What is taken from them is logged.
+    Settings that are not given are taken from `all_results.json` in the folder of the model, and logged.
 
     Args:
-        settings: the run's.
-        first: a row by column; a column that it lacks is not taken. None: the run reads no table.
-        columns: the settings that name columns; with each, the settings that say how that column is read.
-        others: settings that are taken whatever the columns are.
+        settings: The settings of the run.
+        first: A row by column. A column is taken only if this row has it. None: the run does not read a table.
+        columns: The settings that name columns, each with the settings that define how this column is read.
+        others: Settings that are taken regardless of the columns.
     """
-    if (path := _results_of(settings)) is None:
+    if (path := _find_results(settings)) is None:
         return settings
     try:
-        recorded = _recorded(path)
-    except UNREADABLE as error:
-        logger.warning("%s does not say which columns were trained on (%s)", path, error)
+        recorded = _load_recorded(path)
+    except RESULT_ERRORS as error:
+        logger.warning("The training columns could not be read from %s: %s", path, error)
         return settings
-    given = {name for setting in columns for name in _names(getattr(settings, setting))}
-    taken: dict[str, Any] = {}
-    for setting, ways in columns.items():
-        names = _names(recorded.get(setting))
+    named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
+    new_values: dict[str, Any] = {}
+    for setting, reading_settings in columns.items():
+        names = _list_names(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
-        if getattr(settings, setting) is None and given.isdisjoint(names):
-            taken[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
-        elif _names(getattr(settings, setting)) != names:
+        if getattr(settings, setting) is None and named_columns.isdisjoint(names):
+            new_values[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
+        elif _list_names(getattr(settings, setting)) != names:
             continue
-        for way in ways:
-            if getattr(settings, way) is None and recorded.get(way) is not None:
-                taken[way] = recorded[way]
-    taken |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
-    if taken:
-        shown = " ".join(f"--{name} {_shown(value)}" for name, value in taken.items())
-        logger.info("as in %s: %s", path, shown)
-    return replace(settings, **taken)
+        for name in reading_settings:
+            if getattr(settings, name) is None and recorded.get(name) is not None:
+                new_values[name] = recorded[name]
+    new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
+    if new_values:
+        flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
+        logger.info("Settings from %s: %s", path, flags)
+    return replace(settings, **new_values)
 
 
-def absent_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
-    """Return the column that a model was trained with, where the run names none and a row lacks it; else None.
+def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
+    """Return the column that the model was trained on, if the run does not name one and a row lacks it; else None.
 
-    Another column that is called as such columns often are would be something else.
+    In this case, the run must not guess another column by its name, because it may contain something else.
 
     Args:
-        settings: those of a run, before `with_recorded_columns`.
-        first: the row, by column.
-        setting: the setting that names the column.
+        settings: The settings of the run, before `apply_recorded_columns`.
+        first: The row by column.
+        setting: The setting that names the column.
     """
-    if getattr(settings, setting) is not None or (path := _results_of(settings)) is None:
+    if getattr(settings, setting) is not None or (path := _find_results(settings)) is None:
         return None
     try:
-        column = _recorded(path).get(setting)
-    except UNREADABLE:
+        column = _load_recorded(path).get(setting)
+    except RESULT_ERRORS:
         return None
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(repr, _names(value))) if isinstance(value, str | tuple | list) else str(value)
+def _format_value(value: Any) -> str:
+    """Return the value of a flag as it would be typed."""
+    return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
-def warn_of_other_length(settings: FineTuningSettings) -> None:
-    """Warn where a run that only evaluates cuts texts at another length than the model's training did."""
-    if (path := _results_of(settings)) is None:
+def warn_about_max_length(settings: FineTuningSettings) -> None:
+    """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
+    if (path := _find_results(settings)) is None:
         return
     try:
-        length = _recorded(path).get("max_length", settings.max_length)
-    except UNREADABLE:
+        length = _load_recorded(path).get("max_length", settings.max_length)
+    except RESULT_ERRORS:
         return
     if length != settings.max_length:
-        message = "texts are cut at %d tokens, and the model was trained with --max_length %s (%s)"
+        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s (%s)."
         logger.warning(message, settings.max_length, length, path)
 
 
-def _results_of(settings: FineTuningSettings) -> Path | None:
-    """Return the results of the training of a model that is only evaluated, if they are there."""
+def _find_results(settings: FineTuningSettings) -> Path | None:
+    """Return the path of the training results of a model that is only evaluated, or None if it does not exist."""
     path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
     return path if path is not None and path.is_file() else None
 
 
-def _recorded(path: Path) -> dict[str, Any]:
+def _load_recorded(path: Path) -> dict[str, Any]:
+    """Return the recorded arguments and results of a training."""
     results = load_json(path)
     return {**(results.get("arguments") or {}), **results}
 
 
-def _names(value: Any) -> list[str]:
+def _list_names(value: Any) -> list[str]:
+    """Return a value, which is a text, a sequence or None, as a list."""
     return [value] if isinstance(value, str) else list(value or ())

@@ -8,7 +8,7 @@ from datasets import load_dataset
 
 from ...input_files import BLANKS, is_blank
 from ...text_files import read_lines, read_records
-from ..engine.tables import folder_files
+from ..engine.tables import find_split_files
 from .settings import NerSettings
 
 __all__ = ["Sentence", "load_sentences", "read_conll"]
@@ -134,7 +134,7 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
 
 
 def _folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
-    files = folder_files(settings)
+    files = find_split_files(settings)
     if files is None:
         return None
     return {

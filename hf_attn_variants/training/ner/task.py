@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
 from ..engine.dataloaders import IGNORED_LABEL, prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, Scores, run_rows
-from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
+from ..engine.finetune import FineTuningTask, MetricEvaluator, run_rows
+from ..engine.losses import Objective, compute_logits, make_label_objective, token_cross_entropy
 from ..engine.models import check_trained_head, load_classifier, load_config
 from ..engine.text_rows import hash_texts
 from ..engine.tokenizers import check_max_length, encode_words, fit_token_types, load_tokenizer
@@ -36,7 +36,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     return {name: float(score(references, predictions, **none.get(name, {}))) for name, score in found.items()}
 
 
-class NerFineTuning(FineTuningTask[NerSettings, Scores]):
+class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
     """Named entities (arXiv:cs/0306050), or whatever else tags words: a word is tagged at its first token."""
 
     name, main_metric, shown_metrics = "tags", "f1", METRICS
@@ -115,12 +115,12 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         return row, places
 
     def objective(self) -> Objective:
-        return label_objective(plain_logits)
+        return make_label_objective(compute_logits)
 
-    def make_evaluator(self, model: nn.Module) -> Scores:
+    def make_evaluator(self, model: nn.Module) -> MetricEvaluator:
         self.model = model
         self.sets = {split: self._eval_set(split) for split in self.splits if split != "train"}
-        return Scores(self._score)
+        return MetricEvaluator(self._score)
 
     def _eval_set(self, split: str) -> tuple[Any, ...]:
         rows, places = self._encode_all(split)
@@ -136,7 +136,7 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
         """Return the tags of each sentence, "O" for words that were cut off, and the mean loss of a word."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            logits = plain_logits(self.model, batch)
+            logits = compute_logits(self.model, batch)
             found = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, n], of one n
             # Of sentences without tags the largest number alone says that outputs are none.
             return found, *token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
@@ -155,10 +155,10 @@ class NerFineTuning(FineTuningTask[NerSettings, Scores]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": _hash(self.splits["validation"])}
 
-    def dev_results(self, evaluator: Scores) -> dict[str, Any]:
+    def dev_results(self, evaluator: MetricEvaluator) -> dict[str, Any]:
         return {"eval_samples": len(self.splits["validation"])}
 
-    def predictions(self, evaluator: Scores) -> dict[str, str]:
+    def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
         return {"dev.txt": _conll(self.splits["validation"], self.dev_tags)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from ...registration import variant_config_class
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import label_objective, label_sums
+from ..engine.losses import compute_label_sums, make_label_objective
 from ..engine.models import load_or_make_config, load_or_make_model
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
@@ -81,7 +81,7 @@ def causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def causal_lm_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`, of all tokens."""
-    return label_sums(causal_logits(model, batch), batch["labels"])
+    return compute_label_sums(causal_logits(model, batch), batch["labels"])
 
 
 def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         task = PretrainingTask(
             "causal LM",
             prepare,
-            label_objective(causal_logits),
+            make_label_objective(causal_logits),
             causal_lm_sums,
             "predicted_tokens",
             # Each token keeps the one behind it: what is lost is the order of those before.

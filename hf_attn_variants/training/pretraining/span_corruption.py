@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import label_objective, label_sums, target_logits
+from ..engine.losses import compute_label_sums, compute_target_logits, make_label_objective
 from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.session import open_session
 from ..engine.settings import ModelSettings
@@ -185,7 +185,7 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 
 def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
-    return label_sums(target_logits(model, batch), batch["labels"])
+    return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
         task = PretrainingTask(
             "span corruption",
             prepare,
-            label_objective(target_logits),
+            make_label_objective(compute_target_logits),
             target_sums,
             "target_tokens",
             prepare.shuffle_text,

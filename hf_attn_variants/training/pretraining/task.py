@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
 from ..engine.dataloaders import IGNORED_LABEL, TrainingBatches, create_eval_dataloader, create_stream_dataloader
-from ..engine.finetune import Scores, run_rows
+from ..engine.finetune import MetricEvaluator, run_rows
 from ..engine.loop import TrainingLoop
 from ..engine.losses import Objective
-from ..engine.models import model_name, named_attentions
+from ..engine.models import get_model_name, iterate_attentions
 from ..engine.optimization import prepare_training
 from ..engine.session import start_run
-from ..engine.settings import LoopSettings, TrainingSettings, total_training_steps
+from ..engine.settings import LoopSettings, TrainingSettings, count_training_steps
 from .settings import PretrainingSettings
 from .text_stream import PretrainingText, TextSource, TextStream, read_blocks, stack_rows
 
@@ -126,7 +126,7 @@ def stream_batches(
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
 
 
-class TextEvaluator(Scores):
+class TextEvaluator(MetricEvaluator):
     """Evaluates the dev text: "loss" (nats an item), "perplexity", "accuracy" and the number of items."""
 
     def __init__(
@@ -213,7 +213,7 @@ def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: if the architecture is not one of this package's.
     """
-    outputs = [module.get_submodule(site.output) for site, _, module in named_attentions(model)]
+    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attentions(model)]
     hooks = [
         output.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]), *inputs[1:]))
         for output in outputs
@@ -246,7 +246,7 @@ def pretrain(
         read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
     batches = stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size)
-    total_steps = total_training_steps(
+    total_steps = count_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
@@ -277,7 +277,7 @@ def pretrain(
     outputs.save_model(accelerator, model, tokenizer, settings, history)
     results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
     if evaluator is not None:
-        if not loop.scores_are_current():
+        if not loop.has_current_scores():
             evaluator()
         dev = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
         dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
@@ -289,7 +289,7 @@ def pretrain(
 
 def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
     shown = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown, f"{task.name}: {model_name(settings)}")
+    outputs.write_results(settings, results, shown, f"{task.name}: {get_model_name(settings)}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.tables import folder_files
+from ..engine.tables import find_split_files
 from .settings import PretrainingSettings, TextSettings, check_evaluated
 
 __all__ = [
@@ -296,7 +296,7 @@ def open_text(settings: TextSettings) -> PretrainingText:
         train_hash = hash_files(given)
     else:
         # `datasets` reads JSON as it is written, and streams it; CSV by the guesses of pandas.
-        local = folder_files(settings, (".csv", ".tsv", ".txt"))
+        local = find_split_files(settings, (".csv", ".tsv", ".txt"))
         split_files: Mapping[str, Sequence[str]]
         split_files, splits = (local, None) if local is not None else _open_dataset(settings)
         there: Mapping[str, Any] = split_files if splits is None else splits

@@ -27,8 +27,8 @@ from ...text_files import (
     row_place,
 )
 from ..classification.data import ClassificationSplit
-from ..engine.tables import folder_files, load_splits, with_recorded_columns
-from ..engine.tokenizers import check_max_length, warn_of_cuts
+from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
+from ..engine.tokenizers import check_max_length, warn_about_truncation
 from ..glue.data import load_glue
 from ..glue.task import compute_metrics
 from ..squad.data import Question, load_squad
@@ -168,14 +168,14 @@ def with_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
     """
     if not settings.only_evaluates:
         return settings
-    return with_recorded_columns(settings, _first_row(settings), dict.fromkeys(COLUMNS, ()), ("source_prefix",))
+    return apply_recorded_columns(settings, _first_row(settings), dict.fromkeys(COLUMNS, ()), ("source_prefix",))
 
 
 def _first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
     """Return a row that is read; None where no column is."""
     if settings.task_name is not None:
         return None
-    files = folder_files(settings)
+    files = find_split_files(settings)
     if settings.dataset_name is not None and files is None:
         return next((split[0] for split in load_splits(settings).values() if len(split)), None)
     tables = settings.validation_file or settings.test_file
@@ -194,7 +194,7 @@ def _columns(settings: Seq2SeqSettings) -> tuple[str, str]:
 def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
     source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
     table = getattr(settings, f"{prefix or 'train_'}file")
-    if (files := folder_files(settings)) is not None:
+    if (files := find_split_files(settings)) is not None:
         table = files.get({"dev": "validation"}.get(name, name))
         if table is None:
             return None
@@ -279,7 +279,7 @@ def warn_of_long_texts(
         "sources": ({"text": sources}, "max_length", max_length),
         "targets": ({"text_target": targets}, "max_target_length", max_target_length),
     }
-    return {side: warn_of_cuts(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
+    return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
 
 
 # What T5 calls a task's texts, in its order (the second text first in MNLI); elsewhere the column's name.

@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...languages import set_languages
-from ...model_properties import limits_of_the_call
+from ...model_properties import ignore_saved_length_limits
 from ...modeling.fields.variant_config import can_cache
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, run_rows
 from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective, label_objective, target_logits, token_cross_entropy
+from ..engine.losses import Objective, compute_target_logits, make_label_objective, token_cross_entropy
 from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
 from ..engine.outputs import progress_bar
-from ..engine.settings import greater_is_better
-from ..engine.text_rows import TextRows, hash_texts, pair_collator
+from ..engine.settings import is_greater_better
+from ..engine.text_rows import TextRows, hash_texts, make_pair_collator
 from .data import (
     Seq2SeqSplit,
     check_encoder_decoder,
@@ -92,7 +92,7 @@ class Decoder:
             start = time.perf_counter()
             with (
                 accelerator.autocast(),
-                limits_of_the_call(model),
+                ignore_saved_length_limits(model),
             ):  # accelerate's own is around the model, whose encoder `generate` calls alone
                 ids = model.generate(
                     input_ids=batch["input_ids"],
@@ -180,7 +180,7 @@ class Seq2SeqEvaluator:
         """Return the mean cross-entropy of the target tokens in nats, not smoothed."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = token_cross_entropy(target_logits(self.model, batch), batch["labels"])
+            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
             return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
 
         loader, order = self.data.loader, self.data.order
@@ -225,7 +225,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         longest_target = settings.max_target_length or settings.max_length  # the first is given by now
         for split in self.data.splits.values():
             warn_of_long_texts(split, self.tokenizer, settings.max_length, longest_target)
-        self.collate = pair_collator(
+        self.collate = make_pair_collator(
             self.tokenizer,
             settings.max_length,
             settings.pad_to_multiple_of,
@@ -261,7 +261,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         if settings.task_name is not None or metric in ours:
             return
         if settings.keeps_best_weights and settings.greater_is_better is None:
-            rises = greater_is_better(metric)
+            rises = is_greater_better(metric)
             logger.warning(
                 "the best weights are those with the %s %s; where the %s are better, give --%sgreater_is_better",
                 "highest" if rises else "lowest", metric, "lowest" if rises else "highest", "no-" if rises else "",
@@ -270,11 +270,11 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def load_model(self) -> PreTrainedModel:
         model = load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
         if self.target_start is not None:
-            self.target_start.give(model)
+            self.target_start.apply_to(model)
         return model
 
     def objective(self) -> Objective:
-        return label_objective(target_logits, self.settings.label_smoothing_factor)
+        return make_label_objective(compute_target_logits, self.settings.label_smoothing_factor)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
@@ -292,7 +292,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, settings)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: Seq2SeqEvaluator) -> None:
-        evaluator.evaluate(self.settings.num_beams, afresh=not loop.scores_are_current())
+        evaluator.evaluate(self.settings.num_beams, afresh=not loop.has_current_scores())
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}

@@ -14,7 +14,7 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, Scores, run_rows, shown_metrics
+from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metrics, run_rows
 from ..engine.losses import Objective
 from ..engine.models import check_trained_head, load_config, load_model
 from ..engine.tokenizers import fit_token_types, load_tokenizer
@@ -62,7 +62,7 @@ def _losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
-class SquadEvaluator(Scores):
+class SquadEvaluator(MetricEvaluator):
     """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, data: QuestionSet, settings: SquadSettings):
@@ -173,7 +173,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         return {}, self._files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
 
     def summary(self, results: dict[str, Any]) -> str:
-        scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown_metrics(self, results))
+        scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
         return f"{self.name} dev ({rows}): {scores}; "
 

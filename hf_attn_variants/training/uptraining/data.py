@@ -14,8 +14,15 @@ from ...model_properties import DecoderInput
 from ...text_files import is_table, read_columns, read_lines, read_pairs, text_columns
 from ..engine.dataloaders import TrainingBatches
 from ..engine.models import check_end_token
-from ..engine.text_rows import Collator, TextRows, hash_texts, masked_text_collator, pair_collator, text_collator
-from ..engine.tokenizers import check_max_length, warn_of_cuts
+from ..engine.text_rows import (
+    Collator,
+    TextRows,
+    hash_texts,
+    make_masked_text_collator,
+    make_pair_collator,
+    make_text_collator,
+)
+from ..engine.tokenizers import check_max_length, warn_about_truncation
 from ..pretraining.settings import TextSettings
 from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
 from ..pretraining.task import PreparedBlocks, stream_batches
@@ -234,12 +241,14 @@ def _warn_of_long_rows(
     columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
     if has_targets:
         sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
-        warn_of_cuts(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
+        warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
         limit = _target_length(settings)
-        warn_of_cuts(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
+        warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
         return
     texts = dict(zip(("text", "text_pair"), columns, strict=False))
-    warn_of_cuts(tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length)
+    warn_about_truncation(
+        tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length
+    )
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
@@ -291,10 +300,10 @@ def _collator(
 ) -> Collator:
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
-        return masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
+        return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
     if not has_targets:
-        return text_collator(tokenizer, *shape)
+        return make_text_collator(tokenizer, *shape)
     start = config.decoder_start_token_id
     if start is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
-    return pair_collator(tokenizer, *shape, _target_length(settings), start, settings.source_prefix)
+    return make_pair_collator(tokenizer, *shape, _target_length(settings), start, settings.source_prefix)

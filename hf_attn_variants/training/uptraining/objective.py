@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...inspection.sentence_similarity import mean_pooled
-from ...model_properties import Answer, DecoderInput, answer_of, decoder_input, limits_of_the_call
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
-from ..engine.finetune import Scores
-from ..engine.losses import Term, sums_by_example, token_cross_entropy
-from ..engine.models import named_attentions
+from ..engine.finetune import MetricEvaluator
+from ..engine.losses import Term, sum_by_example, token_cross_entropy
+from ..engine.models import iterate_attentions
 from ..engine.outputs import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
 from .data import in_pieces
@@ -78,10 +78,10 @@ class ActivationRecorder:
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
         self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
-        self.answer = answer_of(model)
+        self.answer = logits_kind(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
         if attention_outputs:
-            for site, _, module in named_attentions(model):
+            for site, _, module in iterate_attentions(model):
                 side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
                 self._keep_output(module.get_submodule(site.output), side)
 
@@ -166,7 +166,7 @@ class Teacher:
                     found = moments.setdefault((kind, side), [_Moments() for _ in layers])
                     for moment, states in zip(found, layers, strict=True):
                         moment.add(states[masks[side].bool()])
-            if self.recorder.answer is Answer.SCORES and activations.logits is not None:
+            if self.recorder.answer is LogitsKind.SCORES and activations.logits is not None:
                 moments.setdefault(SCORES, [_Moments()])[0].add(activations.logits)
         self.variances = {key: [moment.variance() for moment in found] for key, found in moments.items()}
 
@@ -219,7 +219,7 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-    return sums_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
+    return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
 def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
@@ -400,26 +400,26 @@ class UptrainingObjective:
                 f"{others.value} (num_labels and problem_type in config.json)"
             )
         logits = _checked_logits(student.logits, teacher.logits, answer)
-        if answer is Answer.SCORES:
+        if answer is LogitsKind.SCORES:
             return {"scores_error": scores_error(*logits, of_teacher.variances[SCORES][0])}
         of_tokens = None
-        if logits[0].dim() == 3 or answer is Answer.TOKENS:
+        if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = logits_divergence if answer is Answer.CLASSES else labels_divergence
+        divergence = logits_divergence if answer is LogitsKind.CLASSES else labels_divergence
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 
-def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: Answer) -> tuple[Tensor, Tensor]:
+def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
     # A distribution over a single class is always the same.
-    too_few = student is not None and answer is Answer.CLASSES and student.shape[-1] < 2
+    too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         found = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
     return student, teacher
 
 
-class UptrainingEvaluator(Scores):
+class UptrainingEvaluator(MetricEvaluator):
     """Evaluates held-out rows: "loss", its terms ("embedding_cosine" for that distance) and, where asked for, "bleu".
 
     Args:
@@ -477,7 +477,7 @@ class UptrainingEvaluator(Scores):
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         model = self.accelerator.unwrap_model(self.model)
-        with limits_of_the_call(model):
+        with ignore_saved_length_limits(model):
             ids = model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

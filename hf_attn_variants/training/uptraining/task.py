@@ -21,7 +21,7 @@ from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...languages import set_languages
 from ...model_history import ModelHistory
-from ...model_properties import Answer, DecoderInput, decoder_input
+from ...model_properties import DecoderInput, LogitsKind, decoder_input
 from ...registration import variant_config_class, variant_model_class
 from ..engine import outputs
 from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
@@ -34,16 +34,16 @@ from ..engine.models import (
     freeze_unused,
     load_config,
     load_model,
-    load_model_and_rest,
+    load_model_and_unexpected_keys,
     resolve_architecture,
     select_trainable,
     set_dropout,
 )
 from ..engine.outputs import read_log
 from ..engine.session import configure_deepspeed
-from ..engine.settings import ModelSettings, total_training_steps
+from ..engine.settings import ModelSettings, count_training_steps
 from ..engine.text_rows import TextRows
-from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
+from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
 from ..pretraining.span_corruption import SpanCorruption
 from .data import UptrainingData, UptrainingStream, load_uptraining_data
 from .objective import (
@@ -156,7 +156,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         self.collate = self.data.collate
         pairs = not self.reads.is_target and self.data.pairs
         if self.reads is DecoderInput.SOURCE:
-            close_texts(self.tokenizer, self.config, pairs)
+            append_end_tokens(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
@@ -224,9 +224,9 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
-        model, rest = load_model_and_rest(settings, self.config, self._model_class(settings, self.config))
+        model, rest = load_model_and_unexpected_keys(settings, self.config, self._model_class(settings, self.config))
         if self.target_start is not None:
-            self.target_start.give(model)
+            self.target_start.apply_to(model)
         self.model, self.carried = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
@@ -258,7 +258,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def _measure_variances(self) -> None:
         objective, weights = self.uptraining_objective, self.weights
-        of_scores = weights.logits > 0 and objective.recorder.answer is Answer.SCORES
+        of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
         teacher: Any = objective.teacher  # whose layers and scores the terms compare
@@ -297,7 +297,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             steps = of_alpha
         elif steps is None and settings.num_train_epochs is None:
             steps = DEFAULT_STEPS
-        total = total_training_steps(
+        total = count_training_steps(
             batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
         if self.accelerator.is_main_process:
@@ -431,7 +431,7 @@ def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: P
 
     A card is of the source; its terms are in the history.
     """
-    if outputs.is_own_source(settings):
+    if outputs.is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])

@@ -1,0 +1,206 @@
+"""The code of model repositories: what it includes, and repositories with different code in one process."""
+
+import copy
+import json
+import pickle
+import textwrap
+
+import pytest
+import torch
+from architectures import BERT, T5
+from hub.test_loading_elsewhere import run_elsewhere
+from safetensors.torch import save_file
+
+import hf_attn_variants
+from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, FOLDER, build_code
+from hf_attn_variants.modeling.fields.used_mechanisms import MECHANISMS, used_mechanisms
+
+# A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
+REPOSITORIES = {
+    "grouped": ({"num_key_value_heads": 2}, set()),
+    "windowed": ({"attention_pattern": "sliding_window", "attention_window": 4}, {"patterns"}),
+    "latent": ({"kv_lora_rank": 8}, {"latents"}),
+    "layers": ({"per_layer_values": {"num_key_value_heads": [1, 12]}}, {"unequal_layers"}),
+    "talking": ({"talking_heads": "both", "talking_heads_init": "random"}, {"talking_heads"}),
+    "linear": ({"attention_kernel": "hybrid", "attention_window": 4}, {"linear_attention"}),
+    "additive": (
+        {"score_function": "additive", "position_embedding_type": "sinusoidal"},
+        {"additive_score", "sinusoidal_positions"},
+    ),
+}
+# Loads repositories in the order of the arguments, and imports the package before or after them or never.
+LOADING = textwrap.dedent(
+    """
+    import json, sys, torch
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    when, *folders = sys.argv[1:]
+    if when == "before":
+        import hf_attn_variants
+    models = {folder: AutoModel.from_pretrained(folder, trust_remote_code=True).eval() for folder in folders}
+    if when == "after":
+        import hf_attn_variants
+    for folder, model in models.items():
+        # If the package was imported first, its own classes are loaded.
+        package = "hf_attn_variants." if when == "before" else "transformers_modules."
+        assert type(model).__module__.startswith(package), type(model)
+        saved = load_file(f"{folder}/../tensors-{folder.rpartition('/')[2]}.safetensors")
+        batch = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+        with torch.no_grad():
+            for implementation in ("sdpa", "eager"):
+                model.set_attn_implementation(implementation)
+                result = model(**batch).last_hidden_state
+                torch.testing.assert_close(result, saved["expected"], atol=1e-5, rtol=0)
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("repositories")
+    for name, (fields, _) in REPOSITORIES.items():
+        model = BERT.model("BertModel", "mha", **fields).eval()
+        model.save_pretrained(folder / name)
+        batch = BERT.batch("BertModel")
+        with torch.no_grad():
+            expected = model(**batch).last_hidden_state
+        tensors = {f"input.{key}": value.contiguous() for key, value in batch.items()}
+        save_file({"expected": expected} | tensors, folder / f"tensors-{name}.safetensors")
+    return folder
+
+
+def test_entry_points_and_fields_exist():
+    sources = "\n".join(path.read_text() for path in FOLDER.rglob("*.py") if path.stem != "code_builder")
+    missing = [name for name in ENTRY_POINTS if f"def {name}(" not in sources and f"class {name}" not in sources]
+    assert missing == ["build_code"]
+    mechanisms = {mechanism for needed_by in ENTRY_POINTS.values() for mechanism in needed_by}
+    assert mechanisms == {*MECHANISMS.values()}
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_used_mechanisms_are_those_of_the_fields(name):
+    fields, mechanisms = REPOSITORIES[name]
+    assert used_mechanisms(BERT.config(**fields)) == mechanisms
+
+
+def test_a_value_in_one_layer_selects_the_mechanism():
+    assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents", "unequal_layers"}
+    assert used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {"talking_heads"}
+    assert used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
+
+
+def test_a_grouped_bert_includes_no_other_mechanism(repositories):
+    code = {path.name: path.read_text() for path in (repositories / "grouped").glob("*.py")}
+    assert len(code) <= 8 and sum(len(text.splitlines()) for text in code.values()) < 5000
+    text = "\n".join(code.values())
+    for name in ("triton", "attention_in_windows", "talking_heads_attention", "class Favor", "class AttnVariantT5"):
+        assert name not in text
+    assert "triton" in (repositories / "talking/attn_variants_ops.py").read_text()
+    assert "triton" in (repositories / "latent/attn_variants_ops.py").read_text()
+
+
+def test_code_is_the_same_in_each_build(repositories):
+    roots = (("configuration_attn_variants", "AttnVariantBertConfig"), ("modeling_attn_variant_bert", "*"))
+    build_code.cache_clear()
+    files = build_code(roots, frozenset())
+    assert files == {path.name: path.read_text() for path in (repositories / "grouped").glob("*.py")}
+    digests = {name: build_code(roots, frozenset({name}))["attn_variants_base.py"] for name in MECHANISMS.values()}
+    assert len({*digests.values(), files["attn_variants_base.py"]}) == len(digests) + 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_repositories_in_one_process_have_their_own_code(when, is_reversed, repositories, tmp_path):
+    folders = [repositories / name for name in REPOSITORIES]
+    folders = folders[::-1] if is_reversed else folders
+    result = run_elsewhere(LOADING, when, *folders, home=tmp_path / "home", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+CHANGED = textwrap.dedent(
+    """
+    import json, sys
+    from transformers import AutoConfig, AutoModel
+
+    folder, fields = sys.argv[1], json.loads(sys.argv[2])
+    for load in (
+        lambda: AutoConfig.from_pretrained(folder, trust_remote_code=True, **fields),
+        lambda: AutoModel.from_pretrained(folder, trust_remote_code=True, **fields),
+    ):
+        try:
+            load()
+        except ValueError as error:
+            print(error)
+    """
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["windowed", "talking", "linear", "additive"])
+def test_an_error_names_the_mechanism_that_a_repository_does_not_include(name, repositories, tmp_path):
+    fields, mechanisms = REPOSITORIES[name]
+    arguments = (repositories / "grouped", json.dumps(fields))
+    result = run_elsewhere(CHANGED, *arguments, home=tmp_path / "home", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2 and all(f"does not include {', '.join(sorted(mechanisms))}" in line for line in lines)
+
+
+USED = textwrap.dedent(
+    """
+    import copy, pickle, sys, torch
+    from pathlib import Path
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    folder, again = Path(sys.argv[1]), Path(sys.argv[2])
+    saved = load_file(folder.parent / f"tensors-{folder.name}.safetensors")
+    batch = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+
+    def check(model, **options):
+        with torch.no_grad():
+            result = model(**batch, **options)
+        torch.testing.assert_close(result.last_hidden_state, saved["expected"], atol=1e-5, rtol=0)
+        return result
+
+    check(model)
+    check(copy.deepcopy(model))
+    check(pickle.loads(pickle.dumps(model)))
+    model.set_attn_implementation("eager")
+    assert len(check(model, output_attentions=True).attentions) == model.config.num_hidden_layers
+    model.set_attn_implementation("sdpa")
+    check(model, output_attentions=True)
+    for name in ("other.txt", "attn_variants_ops.py"):  # a file of somebody else, and one of another mechanism
+        again.mkdir(exist_ok=True)
+        (again / name).write_text("x = 1")
+    model.save_pretrained(again)
+    for path in folder.glob("*.py"):
+        assert path.read_text() == (again / path.name).read_text(), path.name
+    check(AutoModel.from_pretrained(again, trust_remote_code=True).eval())
+    """
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_remote_code_is_copied_pickled_switched_and_saved_again(name, repositories, tmp_path):
+    result = run_elsewhere(USED, repositories / name, tmp_path / "again", home=tmp_path / "home", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_a_model_of_the_package_is_copied_and_pickled():
+    model, batch = BERT.model("BertModel", "gqa").eval(), BERT.batch("BertModel")
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+        for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert same(**batch).last_hidden_state.equal(expected)
+
+
+def test_saving_replaces_the_code_of_another_mechanism(tmp_path):
+    BERT.model("BertModel", "gqa_talking").save_pretrained(tmp_path)
+    BERT.model("BertModel", "gqa").save_pretrained(tmp_path)
+    assert "triton" not in "".join(path.read_text() for path in tmp_path.glob("*.py"))
+    assert hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path).config.talking_heads is None
