@@ -271,9 +271,9 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts of at most 48 tokens." in _told(tmp_path / "text")
+    assert "calibration used 512 texts of at most 48 tokens." in _told(tmp_path / "text")
     assert found["none"]["calibration"] is None
-    assert "Calibration:" not in _told(tmp_path / "none")
+    assert "calibration used" not in _told(tmp_path / "none")
     assert settings["held_out"] == 128
     pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
@@ -339,7 +339,7 @@ def test_refusals():
         Calibration([])
     with pytest.raises(ValueError, match="needs text"):
         convert_model(bert(), 2, "calibrated")
-    with pytest.raises(ValueError, match="looks at no text"):
+    with pytest.raises(ValueError, match=r"`method` .* got 'mean'"):
         convert_model(bert(), 2, "mean", calibration=calibration())
     with pytest.raises(ValueError, match="tokenizer"):
         convert_model(bert(), 2, calibration=calibration(tokenizer=None))

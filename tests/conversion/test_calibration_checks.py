@@ -98,7 +98,7 @@ def test_too_few_tokens_for_the_width_are_told_with_how_many_are_wanted(caplog, 
     check_amount([stack, stack], tokens // 4, [batch])
     assert f"calibration of the {stack} must have at least {2 * tokens} tokens" in caplog.text
     assert f"got {tokens} tokens in 8 examples" in caplog.text
-    assert caplog.text.count("Give some 16 examples") == 1
+    assert caplog.text.count("Give about 16 such examples") == 1
     caplog.clear()
     check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio, an encoder's alone
     assert caplog.text == ""

@@ -126,7 +126,7 @@ def test_wrong_requests_are_refused_before_any_work(folder):
     for source, fields, message in (
         ("made", {"attention_kernel": "favor"}, "`attention_kernel` must stay 'elu'.*got 'favor'"),
         ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model has a kernel"),
-        ("rows", {"max_position_embeddings": 600}, "cannot change in a model with linformer.*sums over 512"),
+        ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings` must not change .*linformer"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel` must be"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot stand together"),
     ):

@@ -42,7 +42,7 @@ def test_max_length_cuts_what_is_fitted_and_not_what_is_measured(caplog):
         used, _ = make_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
     assert longest(used) <= 64
     share = sum(len(row) > 64 for row in LONG) / len(LONG)
-    assert f"{100 * share:.1f} % of the calibration's examples are cut at 64 tokens (--max_length)" in caplog.text
+    assert f"{100 * share:.1f} % of the calibration examples are truncated to 64 tokens (--max_length)" in caplog.text
     whole = make_untruncated_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
     assert longest(whole) > 150
 

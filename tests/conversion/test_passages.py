@@ -91,7 +91,7 @@ def test_report_and_card_tell_of_them(tmp_path):
     settings = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["calibration"]
     assert (settings["max_length"], settings["passage_length"]) == (32, 32)
     told = str(model_card(tmp_path / "out", repo_id="someone/name"))
-    assert "of at most 32 tokens, half of them continued to passages of at most 32." in " ".join(told.split())
+    assert "of at most 32 tokens. Half of them were joined to passages of at most 32 tokens." in " ".join(told.split())
 
 
 @pytest.mark.thorough

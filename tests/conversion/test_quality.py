@@ -139,7 +139,7 @@ def test_text_that_the_source_does_not_know_says_nothing(caplog):
     assert found.unknown and not found.is_kept and found.verdict == "inconclusive"
     check_kept(found, strict=False)
     assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
-    with pytest.raises(ModelNotKeptError, match="more than a guess has"):
+    with pytest.raises(ModelNotKeptError, match="more than that of a random guess"):
         check_kept(found, strict=True)
     assert Quality.of(found.to_dict()).verdict == "inconclusive"
 
@@ -244,7 +244,7 @@ def labels(source, converted):
     _, outputs = source_outputs(
         BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
-    outputs._has_most = source.float().mean(0) > 0.5
+    outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
     found, counts = outputs._compare({"predictions": list(converted)})
     return float(found.sum() / counts.sum())

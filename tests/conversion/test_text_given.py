@@ -147,9 +147,9 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
         command.main(command.parse_args([*flags, *map(str, more)]))
 
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
-        with pytest.raises(ValueError, match=f"method 'aligned' has no `{name}` .*of \"calibrated\""):
+        with pytest.raises(ValueError, match=rf"`{name}` .* got 'aligned'"):
             convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
-    with pytest.raises(ValueError, match="method 'aligned' has no `fit_steps` \\(--fit_steps\\)"):
+    with pytest.raises(ValueError, match=r"`fit_steps` \(--fit_steps\) .* got 'aligned'"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
     for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
         with pytest.raises(ValueError, match=f"--{name} cannot be combined with --method mean"):
