@@ -1,21 +1,22 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
-`conversions.convert` reads, plans, pools or fits, and writes. The modules, in the order of their use:
+`conversions.convert` reads a model, plans the conversion, pools or fits the weights, and writes the result. The
+modules, in the order of their use:
 
-- `checkpoint`: folders, configurations and tensors, read and written;
-- `request` and `plan`: what the user asks, and what becomes of each attention (`attention_modules`);
-- `methods`: how heads are merged from their weights (`attention_tensors`);
-- `calibration`: attentions fitted to text or audio, and the quality of the whole model (`quality`). A conversion
-  without a calibration does not import it;
-- `writing` and `report`: the new tensors, the folder, and the report.
+- `checkpoint` reads and writes folders, configurations and tensors.
+- `request` and `plan` check the arguments and determine the change of each attention (`attention_modules`).
+- `methods` computes new heads from the weights (`attention_tensors`).
+- `calibration` fits attentions to text or audio and measures the quality of the whole model. It is only imported for a
+  conversion with a calibration.
+- `writing` and `report` create the new tensors, the folder, and the report.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Imported when it is first used: whoever reads a checkpoint's folder needs none of the code that fits. No module here
-# may be called `convert`: it would take the function's place.
-_PLACES = {
+# Names are imported at their first use, because reading a checkpoint folder needs none of the code that fits weights.
+# No module here may be called `convert`, because it would replace the function of that name.
+_MODULES = {
     "METHODS": "request",
     "AttentionTensors": "attention_tensors",
     "Calibration": "calibration_settings",
@@ -47,13 +48,14 @@ __all__ = [
 ]
 
 
-def _found(name: str) -> Any:
-    if name not in _PLACES:
+def _load_attribute(name: str) -> Any:
+    """Import the module that defines a public name and return its value (PEP 562)."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
-# A type checker that saw it would take any name for one that is here.
+# Type checkers would accept any attribute if they saw `__getattr__`.
 if TYPE_CHECKING:
     from .attention_tensors import AttentionTensors
     from .calibration.examples import read_audio_calibration, read_calibration
@@ -63,8 +65,9 @@ if TYPE_CHECKING:
     from .report import ConversionReport, LayerReport
     from .request import METHODS
 else:
-    __getattr__ = _found
+    __getattr__ = _load_attribute
 
 
 def __dir__() -> list[str]:
+    """Return the names of the module, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

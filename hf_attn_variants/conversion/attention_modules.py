@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """One attention module of the checkpoint.
+    """An attention module of a checkpoint, with the names and shapes of its tensors before and after a conversion.
 
     Args:
-        name: its path inside the base model, e.g. "encoder.layer.0.attention".
-        site: which kind of attention it is.
-        heads: its head counts, and the rank of its latent, before and after.
-        tensors: for each field of `AttentionTensors` that it has, the tensor's name in the checkpoint.
-        new_tensors: the same after the conversion. A latent that attentions share is named by each of them.
-        shapes: for each field of `new_tensors`, its shape.
-        projections: the talking-heads parameters to add, {name in the checkpoint: shape}.
-        kernel: what stands for its softmax, before and after.
+        name: Path of the module inside the base model, e.g. "encoder.layer.0.attention".
+        site: The kind of attention.
+        heads: Head counts, and the rank of the latent, before and after.
+        tensors: Maps each field of `AttentionTensors` that the module has to the tensor's name in the checkpoint.
+        new_tensors: The same after the conversion. Attentions that share a latent all contain its name.
+        shapes: Maps each field of `new_tensors` to its shape.
+        projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
+        kernel: The kernel that replaces the softmax, before and after; None if there is a softmax.
     """
 
     name: str
@@ -50,55 +50,55 @@ class AttentionModule:
 
     @property
     def new_kernel(self) -> AttentionKernel:
-        """The kernel that takes its softmax's place; only for attentions that get one."""
+        """The kernel that replaces the softmax. Only use it if the attention gets one."""
         kernel: Any = self.kernel[1]
         return kernel
 
     @property
     def gets_kernel(self) -> bool:
-        """Whether a kernel takes the place of its softmax."""
+        """Whether the conversion replaces the softmax by a kernel."""
         return self.kernel[0] is None and self.kernel[1] is not None
 
     @property
     def reduced(self) -> bool:
-        """Whether it gets fewer heads, a smaller latent or a kernel: what a method decides."""
+        """Whether the module gets fewer heads, a smaller latent or a kernel, so that a method computes its weights."""
         return self.heads.reduced or self.gets_kernel
 
     @property
     def change(self) -> str:
-        """What the conversion does to it, as reports have it: "same", or "pool", "compress", "kernel", ..."""
+        """The kind of change, as in reports: "same", "pool", "expand", "compress", "kernel" or two of them."""
         if not self.gets_kernel:
             return self.heads.change
         return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
     @property
     def new_latent(self) -> str | None:
-        """The name of the new latent that it reads, if it gets one and others read it too."""
+        """The name of the new latent if the module gets one that other modules read too, else None."""
         shared = self.heads.rank_relation == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
     def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
+        """Return the projections before the conversion. `read` returns a tensor by its name in the checkpoint."""
         return AttentionTensors.of({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
 
     def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return its projections after the conversion, from where these are."""
+        """Return the projections after the conversion. `read` returns a tensor by its name in the checkpoint."""
         return AttentionTensors.of({part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1])
 
 
 def attention_modules(
     target: AttnVariantModelMixin, source_config: Any, entries: Mapping[str, TensorEntry]
 ) -> list[AttentionModule]:
-    """Return every attention module of a checkpoint that is to become `target`, its tensors found and checked.
+    """Return all attention modules of a checkpoint that is converted to `target`, after checking their tensors.
 
     Args:
-        target: the converted model, without memory.
-        source_config: the source, described by a variant configuration.
-        entries: every tensor of the source with its dtype and shape.
+        target: The converted model, on the meta device.
+        source_config: The variant configuration of the original model.
+        entries: {name: dtype and shape} for every tensor of the original model.
 
     Raises:
-        ValueError: for impossible head counts or ranks, or attention tensors that are missing, too many, or of other
-            shapes than the configuration says.
+        ValueError: if head counts or ranks are impossible, or if attention tensors are missing, unexpected, or have
+            other shapes than the configuration implies.
     """
     modules = [
         _attention_module(site, path, module, target, source_config, entries)
@@ -116,6 +116,7 @@ def _attention_module(
     source_config: Any,
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
+    """Return one attention module after checking its tensors. Arguments as for `attention_modules`."""
     heads = _head_counts(site, path, source_config, target.config)
     prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
     tensors, shapes = {}, {}
@@ -125,14 +126,14 @@ def _attention_module(
             name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
             expected = list(parameter.shape)
             if role in ("key", "value"):
-                # The input's size too: both are made from the latent.
+                # The original input size may differ as well, because keys and values are computed from the latent.
                 expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
             _check_tensor(name, entries, expected)
             tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
     new_tensors = dict(tensors)
-    for rank, named in zip(heads.rank, (tensors, new_tensors), strict=True):
+    for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
-            named[LATENT] = f"{prefix}{site.latent_path(path)}.weight"
+            tensor_names[LATENT] = f"{prefix}{site.latent_path(path)}.weight"
     if heads.rank[0] is not None:
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if heads.rank[1] is not None:
@@ -140,19 +141,21 @@ def _attention_module(
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
-    of_kernel = kernel_tensors(core_module)
+    new_kernel_tensors = kernel_tensors(core_module)
     if kernel[0] is not None and kernel[0].of_key_heads and heads.change != "same":
         raise ValueError(
-            f"`{site.kv_heads_field}` cannot change: the source has learned maps of the kernel {kernel[0].name!r} for "
-            "each key head. Convert heads and kernel at once, from the model that it was made of."
+            f"`{site.kv_heads_field}` must not change, because the original model has learned projections of the "
+            f"kernel {kernel[0].name!r} for each key head. Convert heads and kernel together, from the base model."
         )
-    for part, tensor in of_kernel.items():
+    for part, tensor in new_kernel_tensors.items():
         new_tensors[part], shapes[part] = f"{core}{part}", tuple(tensor.shape)
         if kernel[0] is not None:
             tensors[part] = f"{core}{part}"
             _check_tensor(tensors[part], entries, list(tensor.shape))
     parameters = core_module.named_parameters(recurse=False)
-    projections = {f"{core}{name}": tuple(each.shape) for name, each in parameters if name not in of_kernel}
+    projections = {
+        f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters if name not in new_kernel_tensors
+    }
     if site.heads(source_config, path).talking is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
@@ -161,10 +164,10 @@ def _attention_module(
 
 
 def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
-    """Return the counts and ranks of one attention before and after.
+    """Return the head counts and ranks of one attention before and after the conversion.
 
     Raises:
-        ValueError: if what it has cannot become what it is to have.
+        ValueError: if the counts or ranks before cannot become those after.
     """
     before, after = site.heads(source, path), site.heads(target, path)
     old, new = (rank_of_map(heads.rank, target.hidden_size) for heads in (before, after))
@@ -182,28 +185,29 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
 
 
 def _check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:
-    """Check that no input-dependent term is made from a latent that changes: another latent is another memory.
+    """Check that no input-dependent term is computed from a shared latent that gets another rank.
 
     Args:
-        site: of attentions whose shared latent gets another rank.
-        source, target: the configurations before and after.
+        site: The kind of attention whose shared latent gets another rank.
+        source, target: The configurations before and after.
 
     Raises:
-        ValueError: naming the terms.
+        ValueError: if there are such terms.
     """
     dynamic = {name for config in (source, target) for name in dynamic_terms(config, site.place_prefix)}
     terms = {name for name in dynamic if name.startswith("m")}
     if terms:
         raise ValueError(
-            f"`{site.rank_field}` cannot change where `talking_heads_dynamic` has {' and '.join(sorted(terms))}: such "
-            "terms are made from the latent that all layers share, and would be of another one."
+            f"`{site.rank_field}` must not change if `talking_heads_dynamic` contains {' and '.join(sorted(terms))}, "
+            "because these terms are computed from the latent that all layers share. Leave it out."
         )
 
 
 def _check_nothing_unclaimed(
     target: AttnVariantModelMixin, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
-    # Tensors that no module claims would stay, and the converted model would silently lack their layers.
+    """Check that no attention tensor of the checkpoint is left over; it would silently be lost."""
+    # Unclaimed tensors would be copied, but the converted model would lack their layers.
     claimed = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_patterns(site))
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
@@ -211,64 +215,72 @@ def _check_nothing_unclaimed(
     if unclaimed:
         shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
         raise ValueError(
-            f"the checkpoint holds {len(unclaimed)} attention tensors that {type(target).__name__} with its "
-            f"config.json does not have: {shown}; check the number of layers and `architectures`."
+            f"The checkpoint has {len(unclaimed)} attention tensors that {type(target).__name__} with its "
+            f"config.json does not have: {shown}. Check the number of layers and `architectures` in config.json."
         )
 
 
 def _linear_patterns(site: AttentionSite) -> Iterable[str]:
-    """Yield regular expressions for the paths of a site's linear maps inside the base model."""
-    inside = list(site.projections.values())
+    """Yield regular expressions for the paths of the linear layers of an attention inside the base model."""
+    linear_paths = list(site.projections.values())
     if site.rank_field is not None and not site.shares_latent:
-        inside.append(site.latent)
-    yield rf"{site.module}\.(?:{'|'.join(map(re.escape, inside))})"
+        linear_paths.append(site.latent)
+    yield rf"{site.module}\.(?:{'|'.join(map(re.escape, linear_paths))})"
     if site.shares_latent:
         yield re.escape(site.latent)
 
 
 def _stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
+    """Return the prefix that the checkpoint has before the name of a tensor of the base model, often none."""
     for prefix in (f"{target.base_model_prefix}.", ""):
         if f"{prefix}{name}" in entries:
             return prefix
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
     similar = next((stored for stored in entries if pattern.search(stored)), next(iter(entries), None))
-    raise ValueError(f"the checkpoint has no tensor {name!r}; it has {similar!r}, for example.")
+    raise ValueError(
+        f"The checkpoint has no tensor {name!r}. It has {similar!r}, for example. Check that config.json belongs to "
+        "this checkpoint."
+    )
 
 
 def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[int]) -> None:
+    """Check that a tensor exists and has the expected shape and a floating-point dtype."""
     if name not in entries:
-        raise ValueError(f"the checkpoint has no tensor {name!r}.")
+        raise ValueError(f"The checkpoint has no tensor {name!r}. Check that config.json belongs to this checkpoint.")
     entry = entries[name]
     if list(entry.shape) != expected:
         raise ValueError(
-            f"{name!r} has shape {list(entry.shape)}; with the heads that config.json gives it must be {expected}."
+            f"{name!r} must have shape {expected} with the heads of config.json, got {list(entry.shape)}. Check the "
+            "head counts in config.json."
         )
     if not entry.is_floating:
-        raise ValueError(f"{name!r} has dtype {entry.dtype}; convert the unquantized checkpoint.")
+        raise ValueError(
+            f"{name!r} must have a floating-point dtype, got {entry.dtype}. Convert the unquantized model."
+        )
 
 
 def check_other_shapes(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Refuse tensors of another shape than the configuration makes: the folder could not be loaded.
+    """Check that all other tensors have the shapes of the configuration; otherwise the folder could not be loaded.
 
     Args:
-        target: the converted model, on the meta device.
-        entries: every tensor of the source.
-        modules: the attentions, whose tensors the conversion makes.
-        wrong: the beginning of a message on the configuration.
+        target: The converted model, on the meta device.
+        entries: Every tensor of the original model.
+        modules: The attention modules, whose tensors the conversion computes.
+        wrong: The beginning of messages about a wrong configuration.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: if a tensor has another shape. The message names the first.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
     converted = {name for module in modules for name in module.tensors.values()}
     prefix = f"{target.base_model_prefix}."
     for name, entry in entries.items():
-        here = next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in shapes), None)
-        if here is not None and name not in converted and shapes[here] != tuple(entry.shape):
+        model_name = next((key for key in (name, prefix + name, name.removeprefix(prefix)) if key in shapes), None)
+        if model_name is not None and name not in converted and shapes[model_name] != tuple(entry.shape):
             raise ValueError(
-                f"{wrong}: it makes {name!r} of shape {list(shapes[here])}, and the checkpoint's has "
+                f"{wrong}: it implies the shape {list(shapes[model_name])} of {name!r}, but the checkpoint has "
                 f"{list(entry.shape)}."
             )
 
@@ -276,18 +288,19 @@ def check_other_shapes(
 def check_nothing_missing(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Refuse a checkpoint that lacks a part of the model, which `from_pretrained` draws at random.
+    """Check that the checkpoint contains the whole model; `from_pretrained` would initialize missing parts randomly.
 
-    A missing head is warned of: people load checkpoints without it on purpose. BERT's pooler is often left out.
+    A missing model head only causes a warning, because users often load a base model into a model with a head. A
+    missing pooler is ignored, because BERT checkpoints often lack it.
 
     Args:
-        target, entries, modules, wrong: as for `check_other_shapes`. The tensors of `modules` are already checked.
+        target, entries, modules, wrong: As for `check_other_shapes`. The tensors of `modules` are already checked.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: if a tensor of the base model is missing. The message names the first.
     """
     prefix = f"{target.base_model_prefix}."
-    # Of old BERTs, whose names transformers changes when it loads them.
+    # Transformers renames these tensors of old BERT checkpoints when it loads them.
     new = {name for module in modules for name in (*module.new_tensors.values(), *module.projections)}
     names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in {*entries, *new}}
     names = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names}
@@ -296,19 +309,19 @@ def check_nothing_missing(
     tied: dict[int, list[str]] = {}
     for name, parameter in target.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
-    missing = [each[0] for each in tied.values() if not names.intersection(each)]
-    missing = [name for name in missing if "pooler" not in name and not any(each.search(name) for each in ignored)]
-    of_base = [name for name in missing if target.base_model is target or name.startswith(prefix)]
-    if of_base:
-        more = f" and {len(of_base) - 1} more" if len(of_base) > 1 else ""
+    missing = [aliases[0] for aliases in tied.values() if not names.intersection(aliases)]
+    missing = [name for name in missing if "pooler" not in name and not any(key.search(name) for key in ignored)]
+    missing_in_base = [name for name in missing if target.base_model is target or name.startswith(prefix)]
+    if missing_in_base:
+        more = f" and {len(missing_in_base) - 1} more" if len(missing_in_base) > 1 else ""
         raise ValueError(
-            f"{wrong}, or a part of the checkpoint is lost: it has no tensor {of_base[0]!r}{more}, and "
-            "`from_pretrained` would draw at random what is missing."
+            f"{wrong}, or the checkpoint is incomplete: it has no tensor {missing_in_base[0]!r}{more}, and "
+            "`from_pretrained` would initialize missing tensors randomly."
         )
     if missing:
         logger.warning(
-            "the checkpoint has no %r, a part of %s: `from_pretrained` draws it at random, in the source and in the "
-            "converted model",
+            "The checkpoint has no %r, which is a part of %s. `from_pretrained` initializes it randomly, in the "
+            "original and in the converted model.",
             missing[0],
             type(target).__name__,
         )

@@ -1,7 +1,7 @@
-"""Bytes per token in the cache of a decoder, and the latents that fit into a budget of bytes.
+"""The cache size per token of a decoder, and the latent ranks that fit into a budget of bytes.
 
-Head counts are not among the choices: keys and values of k heads are a latent of 2 k d numbers, one whose projections
-are tied, and a free latent of that size loses less.
+The budget does not choose head counts. Keys and values of k heads are a latent of 2 k d numbers with tied projections,
+and a free latent of that size loses less.
 """
 
 from collections import Counter
@@ -30,11 +30,11 @@ __all__ = [
 
 
 def cached_numbers(heads: AttentionHeads, width: int) -> int:
-    """Return the numbers that one attention keeps of a token: its latent, or its keys and values.
+    """Return how many numbers one attention caches per token: its latent, or its keys and values.
 
     Args:
-        heads: the attention's.
-        width: of what keys and values are made from: a latent is at most as wide.
+        heads: The heads of the attention.
+        width: Size of the input of keys and values. A latent is at most as wide.
     """
     if heads.rank is not None:
         return min(heads.rank, width)
@@ -42,25 +42,24 @@ def cached_numbers(heads: AttentionHeads, width: int) -> int:
 
 
 def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
-    """Return what one token costs in each kind of cached attention, over all layers, in bytes.
+    """Return the cache size per token of each kind of attention, summed over all layers, in bytes.
 
-    A latent that all layers share is kept, and counted, once. The keys and values that a decoder keeps beside a latent
-    of few source tokens (`latent_attention.is_short`) are not counted: they are no more numbers than the maps that
-    make them.
+    A latent that all layers share counts once. Decoders also cache the keys and values of short source texts
+    (`latent_attention.is_short`). These are not counted, because they are not larger than the projections.
 
     Args:
-        config: the model's variant configuration.
-        attentions: each attention's site, and the bytes of what is kept of a token there (`cached_numbers`).
+        config: The variant configuration of the model.
+        attentions: The kind of each attention, and its bytes per token (see `cached_numbers`).
 
     Returns:
-        {site: bytes}: "self" or "decoder" for a generated token, "cross" for a token of the encoder; None for a model
-        without a cache, an encoder or one that `can_cache` refuses.
+        {kind: bytes}: "self" or "decoder" per generated token, "cross" per source token. None for a model without a
+        cache: an encoder, or a model that `can_cache` excludes.
     """
     if not can_cache(config):
         return None
     sites: Counter[str] = Counter()
     for site, size in attentions:
-        # The encoder's attention, or any attention of an encoder-only model, is computed once.
+        # The attention of an encoder, or of an encoder-only model, is not cached.
         if site.stack_of(config) != "decoder":
             continue
         is_shared = site.shares_latent and getattr(config, site.rank_field or "", None) is not None
@@ -68,44 +67,49 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     return dict(sites) or None
 
 
-# Fields of a plan whose attentions are to be looked at: any latents.
+# Fields of a plan that selects the attentions to compress. The ranks do not matter.
 PROBE = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
-CHOSEN = {*PROBE, "num_key_value_heads"}
-# Ranks are multiples of this many, which kernels like, where there are as many for each layer at least.
-STEP, STEPPED_FROM = 8, 16
+# Fields that the budget determines.
+BUDGET_FIELDS = {*PROBE, "num_key_value_heads"}
+# Ranks are multiples of RANK_STEP, which suits GPU kernels, if there are MIN_STEPPED_RANK numbers per layer or more.
+RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 
 def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes of a source token and of a generated one.
+    """Return the cache budget of a source token and of a generated token, in bytes.
 
     Args:
-        kv_cache_bytes: as a user gave them.
-        fields: the other fields that are asked for.
+        kv_cache_bytes: The value of the user.
+        fields: The other fields of the conversion.
 
     Raises:
-        ValueError: unless they are two whole numbers from 1, and nothing else says what they choose.
+        ValueError: if the value is not two positive integers, or if a field sets a rank or the key/value heads too.
     """
     sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
-    if len(sizes) != 2 or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in sizes):
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
-            "`kv_cache_bytes` must be two whole numbers from 1, bytes a source token and bytes a generated token; got "
-            f"{kv_cache_bytes!r}."
+            "`kv_cache_bytes` must be two integers of at least 1 (bytes per source token and per generated token), "
+            f"got {kv_cache_bytes!r}."
         )
     by_layer = fields.get("per_layer_values") or {}
-    said = [name for name in sorted(CHOSEN) if fields.get(name) is not None or name in by_layer]
-    if said:
-        raise ValueError(f"`kv_cache_bytes` chooses `{said[0]}`: give one of the two.")
+    conflicts = [name for name in sorted(BUDGET_FIELDS) if fields.get(name) is not None or name in by_layer]
+    if conflicts:
+        raise ValueError(f"`kv_cache_bytes` determines `{conflicts[0]}`. Give only one of the two.")
     return sizes
 
 
 def check_has_cache(config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a config.json is of an encoder-decoder whose cache's size can be chosen."""
+    """Check that a config.json belongs to an encoder-decoder, whose cache can have a budget.
+
+    Raises:
+        ValueError: if it does not.
+    """
     architecture = next(iter(config.get("architectures") or ()), "")
     has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
-            "`kv_cache_bytes` is for encoder-decoders, whose cache has source tokens and generated ones; the source "
-            f"is a {architecture or config['model_type']}: give numbers of heads or ranks instead."
+            "`kv_cache_bytes` must only be given for encoder-decoders, which cache source and generated tokens, got "
+            f"{architecture or config['model_type']}. Give head counts or ranks instead."
         )
 
 
@@ -115,16 +119,16 @@ def fields_within(
     entries: Mapping[str, TensorEntry],
     losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the ranks by which a decoder's cache takes no more than so many bytes a token.
+    """Return the fields with the latent ranks whose cache fits into the budget.
 
     Args:
-        probe: a plan of any latents (`PROBE`) for the source.
-        kv_cache_bytes: of a source token, of a generated token; in the dtype stored.
-        entries: the source's tensors.
-        losses: gives of each of these attentions what is lost by rank from 0 (`lost_by_rank`).
+        probe: A plan that compresses all attentions to latents (`PROBE`).
+        kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
+        entries: The tensors of the original model.
+        losses: Function that returns for each of the given modules the energy lost by rank (`lost_by_rank`).
 
     Raises:
-        ValueError: if a number a token and latent does not fit, or the source takes no more than that already.
+        ValueError: if the budget is below one number per latent and token, or not below the present cache size.
     """
     config, width = probe.source_config, probe.source_config.hidden_size
     sizes, numbers = [], {}
@@ -133,52 +137,55 @@ def fields_within(
         itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
         numbers[module.name] = cached_numbers(module.site.heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
-    now = cache_bytes_per_token(config, sizes) or {}
-    if not now:
+    old_sizes = cache_bytes_per_token(config, sizes) or {}
+    if not old_sizes:
         raise ValueError(
-            "`kv_cache_bytes` is for decoders that keep a cache: the source's dynamic projections do not."
+            "`kv_cache_bytes` must only be given for decoders with a cache, but the dynamic talking-heads projections "
+            "of this model do not allow one. Leave it out."
         )
     source, generated = (size // itemsize for size in kv_cache_bytes)
     layers = [module for module in probe.modules if module.site.name == "decoder"]
-    least = {"source": 1, "generated": len(layers)}
-    for (name, fewest), limit in zip(least.items(), (source, generated), strict=True):
-        if limit < fewest:
+    minimums = {"source": 1, "generated": len(layers)}
+    for (name, minimum), limit in zip(minimums.items(), (source, generated), strict=True):
+        if limit < minimum:
             raise ValueError(
-                f"`kv_cache_bytes` has room for {limit} numbers a {name} token: {fewest} are the fewest, one a latent."
+                f"`kv_cache_bytes` must allow at least {minimum} numbers per {name} token (one per latent), got "
+                f"{limit}. Give more bytes."
             )
     fields: dict[str, Any] = {}
-    if source * itemsize < now["cross"]:
+    if source * itemsize < old_sizes["cross"]:
         fields["cross_kv_lora_rank"] = min(source, width)
-    if generated * itemsize < now["decoder"]:
-        most = [min(numbers[module.name], width) for module in layers]
-        ranks = ranks_within(losses(layers), generated, most)
-        # As many numbers as a layer keeps now: it stays as it is, with its latent or its keys and values.
-        now_kept = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
-        ranks_kept = [own if rank == count else rank for rank, (count, own) in zip(ranks, now_kept, strict=True)]
-        fields["per_layer_values"] = {"kv_lora_rank": ranks_kept}
+    if generated * itemsize < old_sizes["decoder"]:
+        max_ranks = [min(numbers[module.name], width) for module in layers]
+        ranks = ranks_within(losses(layers), generated, max_ranks)
+        # A layer that needs no smaller cache keeps its latent, or its keys and values.
+        old = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
+        new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
+        fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
     if not fields:
         raise ValueError(
-            f"the source's cache takes {now['cross']} bytes a source token and {now['decoder']} a generated token: "
-            f"`kv_cache_bytes` allows {kv_cache_bytes[0]} and {kv_cache_bytes[1]}, so there is nothing to convert."
+            f"`kv_cache_bytes` must be below the present cache size of {old_sizes['cross']} bytes per source token or "
+            f"{old_sizes['decoder']} bytes per generated token, got {kv_cache_bytes[0]} and {kv_cache_bytes[1]}. Give "
+            "fewer bytes."
         )
     return fields
 
 
-def ranks_within(lost: Sequence[torch.Tensor], total: int, most: Sequence[int]) -> list[int]:
-    """Return a rank for each layer, together at most `total`, that lose the smallest share of energy in all.
+def ranks_within(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
+    """Return a rank for each layer so that all layers together lose the least energy.
 
     Args:
-        lost: of each layer the share that is lost by rank, from 0; each number more takes less off.
-        total: how many numbers there are; one a layer at least.
-        most: the largest rank of each layer.
+        lost: For each layer, the share of energy lost by rank, starting at rank 0. It must be convex.
+        total: Maximum of the sum of all ranks. It is at least the number of layers.
+        max_ranks: Maximum rank of each layer.
     """
-    step = STEP if total >= STEPPED_FROM * len(lost) else 1
-    ranks = [min(step, largest) for largest in most]
+    step = RANK_STEP if total >= MIN_STEPPED_RANK * len(lost) else 1
+    ranks = [min(step, max_rank) for max_rank in max_ranks]
 
     def gain(layer: int) -> float:
-        """Return what a step more takes off; less than nothing where there is no room for one."""
+        """Return the loss avoided per number by one more step, or -1 if no further step is possible."""
         rank = ranks[layer]
-        more = min(rank + step, most[layer])
+        more = min(rank + step, max_ranks[layer])
         if more == rank or sum(ranks) + more - rank > total:
             return -1.0
         losses = lost[layer]
@@ -186,5 +193,5 @@ def ranks_within(lost: Sequence[torch.Tensor], total: int, most: Sequence[int]) 
 
     while max(gains := [gain(layer) for layer in range(len(ranks))]) >= 0:
         best = gains.index(max(gains))
-        ranks[best] = min(ranks[best] + step, most[best])
+        ranks[best] = min(ranks[best] + step, max_ranks[best])
     return ranks

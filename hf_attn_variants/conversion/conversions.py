@@ -1,12 +1,12 @@
-"""Conversion of a checkpoint folder into another, of a checkpoint into a model, or of a model into a model.
+"""Conversion of a checkpoint into a new folder, of a checkpoint into a model, or of a model into another model.
 
-Each of the three works in this order:
+Each of the three functions works in this order:
 
-1. read: the configuration and the tensors (`checkpoint`);
-2. plan: what the user asks (`request`), and the new heads, names and shapes of each attention (`plan`);
-3. pool or fit: with a calibration, attentions are fitted to it before anything is written (`calibration`); without,
-   a method pools the weights of each attention (`methods`) when it is written;
-4. write: one attention at a time (`writing`), then the report (`report`).
+1. Read the configuration and the tensors (`checkpoint`).
+2. Check the arguments (`request`) and determine the heads, names and shapes of each attention (`plan`).
+3. Compute the new weights. With a calibration, the attentions are fitted to it before anything is written
+   (`calibration`). Without one, a method pools the weights of each attention when it is written (`methods`).
+4. Write one attention after the other (`writing`), then the report (`report`).
 """
 
 import logging
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_history import ModelHistory, read_history, write_history
-from .attention_tensors import FIELDS, lengthen_tokenizer, with_positions
+from .attention_tensors import POSITION_FIELDS, extend_positions, lengthen_tokenizer
 from .calibration_settings import CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
 from .checkpoint.source import read_config, resolve_source
@@ -70,44 +70,63 @@ def convert(
     output_dir: str | os.PathLike | None = None,
     **options: Any,
 ) -> PreTrainedModel | ConversionReport:
-    """Give a multi-head (or variant) model other key/value heads, keys and values from a latent, or talking heads.
+    """Convert a model to fewer key/value heads, to keys and values from latents, or to talking heads.
 
     Args:
-        model_or_path: a model in memory, a checkpoint folder, or a Hub id.
-        num_key_value_heads: k, the key/value heads afterwards: 1 = multi-query. None keeps the source's.
-        method: how heads are merged: "mean" (arXiv 2305.13245), "first", "random", on calibration text "calibrated" or
-            "aligned", or a `ConversionMethod`. None is "calibrated" where there is a calibration, else "mean".
-        output_dir: write a checkpoint there, in little memory, and build no model; not for a model in memory.
-        options: those of `convert_model` or `convert_checkpoint`: `calibration` (a list of texts or of pairs of texts,
-            the path of a text file or table, or a `Calibration`; for a model in memory `Calibration(texts,
-            tokenizer=tokenizer)`), `encoder_num_key_value_heads`, the ranks of latents `kv_lora_rank`,
-            `encoder_kv_lora_rank`, `cross_kv_lora_rank` (the input's width: the input itself, which loses nothing),
-            `per_layer_values`, or `kv_cache_bytes` (an encoder-decoder's: bytes a source token and bytes a generated
-            token, for which ranks are chosen that lose least), `keep_matching_layers` (n: an encoder's n layers that
-            look most for a word's other occurrences, by which texts are compared, stay as they are),
-            `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`,
-            the fields of windows (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a
-            path `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension`
-            ("tiled", or "interpolated": they are stretched), `allow_pickle`, `revision`, `token`, and `strict`: a
-            conversion that is not within tolerance on held-out examples (`quality.Quality`) is an error.
+        model_or_path: A model in memory, a checkpoint folder, or a Hub id. It can already be a variant.
+        num_key_value_heads: Number of key/value heads afterwards, k. 1 is multi-query attention. None: unchanged.
+        method: How heads are merged: "mean" (arXiv 2305.13245), "first", "random", with calibration text "calibrated"
+            or "aligned", or a `ConversionMethod`. None: "calibrated" with a calibration, else "mean".
+        output_dir: Folder to write a checkpoint to. The conversion then needs little memory and builds no model. It
+            must not be given for a model in memory.
+        options: The other arguments of `convert_model` or `convert_checkpoint`:
+
+            - `calibration`: a list of texts or pairs of texts, the path of a text file or table, or a `Calibration`.
+              For a model in memory, `Calibration(texts, tokenizer=tokenizer)`.
+            - `encoder_num_key_value_heads`: the key/value heads of the encoder of an encoder-decoder.
+            - `kv_lora_rank`, `encoder_kv_lora_rank`, `cross_kv_lora_rank`: the ranks of latents. The full width of the
+              input caches the encoder outputs themselves, and no information is lost.
+            - `per_layer_values`: fields that differ between layers.
+            - `kv_cache_bytes`: for encoder-decoders, the bytes per source token and per generated token. The
+              conversion chooses the ranks that lose least.
+            - `keep_matching_layers`: the number n of token-matching layers of an encoder that stay unchanged.
+            - `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`:
+              the fields of talking-heads attention.
+            - `attention_pattern` and the other fields of windows, and `attention_kernel`.
+            - `dtype` and `seed`.
+            - `strict`: raise an error if the converted model is not within tolerance on held-out examples
+              (`report.Quality`).
+            - `copy`: only for a model in memory.
+            - `max_position_embeddings` and `position_extension` ("tiled" repeats positions, "interpolated" stretches
+              them; for BERT and related models), `allow_pickle`, `revision`, `token`: only for a path.
 
     Returns:
-        The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
-        `print` shows in a few lines. A model has no tokenizer: after `model.save_pretrained(folder)` save the
-        source's too, `AutoTokenizer.from_pretrained(source).save_pretrained(folder)`, or write the folder by
-        `output_dir`, which copies it.
+        The converted model, in this package's class with the same head. With `output_dir`, the `ConversionReport`,
+        whose `print` output is a short summary. A model has no tokenizer: after `model.save_pretrained(folder)`, save
+        the original tokenizer with `AutoTokenizer.from_pretrained(source).save_pretrained(folder)`. With `output_dir`,
+        the tokenizer is copied.
 
     Raises:
-        TypeError: if `calibration` is nothing that is taken.
-        ValueError: if the conversion asked for is impossible; before any work.
-        ModelNotKeptError: with `strict`, a ValueError: there is no folder, and its report lies beside the place.
-        OSError: if a file is missing, truncated, or cannot be written.
+        TypeError: if `calibration` has a wrong type.
+        ValueError: if the conversion is impossible. The error is raised before any work is done.
+        ModelNotKeptError: if `strict` is set and the model is not within tolerance. No folder is written, except for
+            the report next to it. The error is a subclass of `ValueError`.
+        OSError: if a file is missing or truncated, or cannot be written.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert
+    >>> model = convert("google-t5/t5-small", num_key_value_heads=2)
+    >>> report = convert("google-t5/t5-small", 2, calibration="texts.txt", output_dir="t5-small-gqa")
+    >>> print(report)
+    ```
     """
     if isinstance(model_or_path, nn.Module):
         if output_dir is not None:
             raise ValueError(
-                "`output_dir` is for a folder or Hub id; call `save_pretrained` on the converted model, and on its "
-                "tokenizer."
+                "`output_dir` must only be given for a folder or a Hub id, got a model. Call `save_pretrained` on the "
+                "converted model and on its tokenizer instead."
             )
         return convert_model(model_or_path, num_key_value_heads, method, **options)
     if output_dir is None:
@@ -126,27 +145,39 @@ def convert_model(
     copy: bool = False,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Convert a model in memory.
+    """Convert a model in memory. The original model is not changed.
 
     Args:
-        model: an upstream model or one of this package's; it is not changed.
-        num_key_value_heads, method, fields: as for `convert`.
-        calibration: the text for a method that looks at text: `Calibration(texts, tokenizer=tokenizer)`, for a model
-            in memory has no tokenizer beside it; `read_calibration(path, tokenizer=tokenizer)` reads a file.
-        dtype: of the floating-point parameters; None keeps each one's.
-        seed: of everything random.
-        copy: give the new model memory of its own. By default parameters that stay as they are share the source's
-            memory: then do not train both models.
+        model: A model of Transformers or of this package.
+        num_key_value_heads, method, fields: As for `convert`.
+        calibration: The text for a method that needs text. A model in memory has no tokenizer: give
+            `Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)` for a file.
+        dtype: The dtype of floating-point parameters afterwards. None: unchanged.
+        seed: Seed of all random numbers.
+        copy: Whether the new model gets its own memory. By default, both models share the memory of unchanged
+            parameters, so that only one of them can be trained.
 
     Returns:
-        This package's model of the same head.
+        The model of this package with the same head.
 
     Raises:
-        TypeError, ValueError: as for `convert`.
+        TypeError, ValueError: As for `convert`.
+
+    Example:
+
+    ```py
+    >>> from transformers import AutoModelForSequenceClassification
+    >>> from hf_attn_variants.conversion import convert_model
+    >>> model = AutoModelForSequenceClassification.from_pretrained("google-bert/bert-base-uncased")
+    >>> converted = convert_model(model, num_key_value_heads=4)
+    ```
     """
     reader = ModelReader(model)
-    if of_positions := [name for name in FIELDS if fields.get(name) is not None]:
-        raise ValueError(f"`{of_positions[0]}` is for a checkpoint: save the model, and convert its folder.")
+    if position_fields := [name for name in POSITION_FIELDS if fields.get(name) is not None]:
+        raise ValueError(
+            f"`{position_fields[0]}` must only be given for a checkpoint, got a model. Save the model and convert its "
+            "folder."
+        )
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
@@ -155,11 +186,11 @@ def convert_model(
         check_has_processor(request.calibration)
         source = source_in_memory(reader, model)
     plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    fitted = _fitted(plan, reader, source, request.calibration)
-    tensors = converted_tensors(plan, reader, fitted.attentions if fitted else {})
+    result = _calibrate(plan, reader, source, request.calibration)
+    tensors = converted_tensors(plan, reader, result.attentions if result else {})
     converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    if fitted is not None:
-        check_kept(_quality(fitted, converted), request.strict)
+    if result is not None:
+        check_kept(_measure_quality(result, converted), request.strict)
     return converted
 
 
@@ -176,23 +207,23 @@ def load_converted(
     token: str | bool | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Read a checkpoint and return it as a converted model, without writing anything; arguments as for `convert`.
+    """Convert a checkpoint and return the model without writing anything. Arguments and errors as for `convert`.
 
-    The model has one dtype, `dtype` or that of its config.json, as `from_pretrained` gives it; tensors of several ones
-    stay as they are in a folder alone.
+    All parameters of the model have one dtype: `dtype` or that of config.json, as with `from_pretrained`. Only
+    `convert_checkpoint` preserves several dtypes.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
-        config, reader = with_positions(config, stored, fields)
-        source = _source_of_folder(reader, folder, request.calibration)
+        config, reader = extend_positions(config, stored, fields)
+        source = _make_source_loader(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        fitted = _fitted(plan, reader, source, request.calibration)
-        tensors = converted_tensors(plan, reader, fitted.attentions if fitted else {})
+        result = _calibrate(plan, reader, source, request.calibration)
+        tensors = converted_tensors(plan, reader, result.attentions if result else {})
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    if fitted is not None:
-        check_kept(_quality(fitted, model), request.strict)
+    if result is not None:
+        check_kept(_measure_quality(result, model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -213,13 +244,20 @@ def convert_checkpoint(
     token: str | bool | None = None,
     **fields: Any,
 ) -> ConversionReport:
-    """Convert a checkpoint into a new folder, tensor by tensor: memory holds one layer's attention at a time.
+    """Convert a checkpoint into a new folder. The memory holds the attention of only one layer at a time.
 
-    The folder keeps the source's sharding, tensor names and side files, carries the code that `trust_remote_code=True`
-    needs, and appears only when it is complete. Arguments and errors as for `convert`.
+    The folder has the same shards, tensor names and other files as the original one, and the code that
+    `trust_remote_code=True` needs. It appears only when it is complete. Arguments and errors as for `convert`.
 
     Returns:
-        The report, which the folder holds as conversion_report.json.
+        The report, which the folder contains as conversion_report.json.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert_checkpoint
+    >>> report = convert_checkpoint("google-bert/bert-base-uncased", "bert-gqa", num_key_value_heads=4)
+    ```
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -228,15 +266,15 @@ def convert_checkpoint(
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     for problem in history.problems:
-        logger.warning("the history of the model is not whole: %s", problem)
+        logger.warning("The history of the model is incomplete: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
-        config, reader = with_positions(config, stored, fields)
-        source = _source_of_folder(reader, folder, request.calibration)
+        config, reader = extend_positions(config, stored, fields)
+        source = _make_source_loader(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_travels, history))
-        fitted = _fitted(plan, reader, source, request.calibration)
-        quality = None if fitted is None else _quality_of_files(plan, reader, fitted, folder)
-        with new.written(fitted.attentions if fitted else {}) as (stage, layers):
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_is_copied, history))
+        result = _calibrate(plan, reader, source, request.calibration)
+        quality = None if result is None else _measure_quality_of_folder(plan, reader, result, folder)
+        with new.write(result.attentions if result else {}) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -249,7 +287,7 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=_settings(plan, fitted),
+                calibration=_describe_calibration(plan, result),
                 matching_shares=request.matching_shares,
                 quality=quality,
                 seconds=round(time.perf_counter() - started, 3),
@@ -274,15 +312,15 @@ def check_conversion(
     token: str | bool | None = None,
     **fields: Any,
 ) -> None:
-    """Check all that a conversion of a checkpoint checks before it reads a weight; arguments as for `convert`.
+    """Run the checks of a checkpoint conversion that need no weights. Arguments as for `convert`.
 
     Raises:
-        TypeError, ValueError, OSError: as for `convert`.
+        TypeError, ValueError, OSError: As for `convert`.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
-        config, reader = with_positions(read_config(folder), stored, fields)
+        config, reader = extend_positions(read_config(folder), stored, fields)
         plan = request.check(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced and request.calibration is not None and request.calibration.processor is None:
         from .calibration.source_outputs import load_processor
@@ -290,15 +328,15 @@ def check_conversion(
         load_processor(folder, request.calibration)
 
 
-def _travels(history: ModelHistory, name: str) -> bool:
-    """Return whether a file is copied: all except the original model's card, whose terms the history has if it can."""
+def _is_copied(history: ModelHistory, name: str) -> bool:
+    """Return whether a file is copied. The model card is left out if the history contains all its license terms."""
     return name != CARD_NAME or not history.has_all_terms
 
 
-def _source_of_folder(
+def _make_source_loader(
     reader: CheckpointReader, folder: Path, calibration: "Calibration | None"
 ) -> "SourceModel | None":
-    """Return the function that loads the original model for a calibration; None without one."""
+    """Return the function that loads the original model for a calibration, or None without a calibration."""
     if calibration is None:
         return None
     from .calibration.source_outputs import source_of_folder
@@ -306,10 +344,10 @@ def _source_of_folder(
     return source_of_folder(reader, folder, calibration)
 
 
-def _fitted(
+def _calibrate(
     plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None", calibration: "Calibration | None"
 ) -> "CalibrationResult | None":
-    """Fit the attentions to the calibration; return None without one."""
+    """Fit the attentions to the calibration. Return None without a calibration."""
     if calibration is None or source is None:
         return None
     from .calibration.calibrate import calibrate
@@ -317,28 +355,28 @@ def _fitted(
     return calibrate(plan, reader, source, calibration)
 
 
-def _settings(plan: ConversionPlan, fitted: "CalibrationResult | None") -> dict[str, Any] | None:
-    """Return the settings of the calibration for the report; None if nothing was fitted."""
-    if fitted is None or fitted.calibration is None:
+def _describe_calibration(plan: ConversionPlan, result: "CalibrationResult | None") -> dict[str, Any] | None:
+    """Return the settings of the calibration for the report, or None if nothing was fitted."""
+    if result is None or result.calibration is None:
         return None
     from .calibration.calibrate import calibration_settings
 
-    return calibration_settings(plan, fitted.calibration)
+    return calibration_settings(plan, result.calibration)
 
 
-def _quality(fitted: "CalibrationResult", model: PreTrainedModel) -> Quality | None:
-    """Return how near a converted model is to the original one; None if nothing was fitted."""
-    return None if fitted.source_outputs is None else fitted.source_outputs.compared_with(model)
+def _measure_quality(result: "CalibrationResult", model: PreTrainedModel) -> Quality | None:
+    """Return the quality of a converted model compared with the original one, or None if nothing was fitted."""
+    return None if result.source_outputs is None else result.source_outputs.compared_with(model)
 
 
-def _quality_of_files(
-    plan: ConversionPlan, reader: TensorSource, fitted: "CalibrationResult", folder: Path
+def _measure_quality_of_folder(
+    plan: ConversionPlan, reader: TensorSource, result: "CalibrationResult", folder: Path
 ) -> Quality | None:
-    """Return the quality of the model that a folder will hold."""
-    if fitted.source_outputs is None:
+    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
+    if result.source_outputs is None:
         return None
-    tensors = converted_tensors(plan, reader, fitted.attentions)
-    # In float32, whatever the files hold: the tensors are rounded already.
+    tensors = converted_tensors(plan, reader, result.attentions)
+    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
     config = deepcopy(plan.config)
     model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-    return _quality(fitted, model.to(fitted.source_outputs.device))
+    return _measure_quality(result, model.to(result.source_outputs.device))

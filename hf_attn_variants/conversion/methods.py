@@ -1,4 +1,4 @@
-"""Conversion methods: they map the projections of one attention to those with fewer key/value heads."""
+"""Conversion methods, which compute the projections of one attention with fewer key/value heads."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a method may know of the layer that it converts, beside the tensors.
+    """Information about the layer that a method converts, in addition to its tensors.
 
     Args:
-        module: the attention module's path inside the base model, e.g. "encoder.layer.0.attention".
-        site: which kind of attention it is: "self", "cross", ...
-        generator: random numbers of this layer alone: the same for a seed, whatever the order of the layers.
-        initializer_std: the standard deviation that the architecture gives a new key or value projection.
-        uses: how often a forward pass goes through it: ALBERT's layers share their attention.
-        held_out: its calls on text that is not fitted to; it says what helps. Empty outside a calibration.
-        held_out_error: the relative error of the outputs that projections have there; None where it is no number.
-        on_step: to be called after each of `CalibratedMethod.steps`.
+        module: Path of the attention module inside the base model, e.g. "encoder.layer.0.attention".
+        site: The kind of attention: "self", "cross", ...
+        generator: Random number generator of this layer. Its numbers depend on the seed, not on the order of layers.
+        initializer_std: Standard deviation of new key and value projections in this architecture.
+        uses: Number of times that a forward pass calls the module. ALBERT's layers share their attention.
+        held_out: Calls of the module on held-out text, to measure what improves it. Empty outside a calibration.
+        held_out_error: Function that returns the relative error of the outputs of projections on held-out text, or
+            None if the error is not finite.
+        on_step: Function to call after each of `CalibratedMethod.steps`, to show the progress.
     """
 
     module: str
@@ -63,12 +64,12 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class LatentInText:
-    """A latent that was found for an attention on text.
+    """A latent that was computed for an attention on text.
 
     Args:
-        weight: A [r, D], float64.
-        forms: what the attention loses by it.
-        is_shared: whether other attentions read it too: then it stays as it is.
+        weight: The latent projection A [r, D], float64.
+        forms: The quadratic forms of the energy that the attention loses.
+        is_shared: Whether other attentions use it too. A method must not change a shared latent.
     """
 
     weight: torch.Tensor
@@ -77,36 +78,57 @@ class LatentInText:
 
 
 class ConversionMethod(Protocol):
-    """One way of merging heads. A new method is such a class and its row in `request.METHODS`.
+    """A way to merge heads. A new method is a class with this interface and an entry in `request.METHODS`.
 
-    `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`;
-    with another, a latent is found from the weights (`attention_tensors.weight_forms`).
+    `convert(..., method=instance)` takes instances as well as names. A method that needs text is a `CalibratedMethod`.
+    With all other methods, latents are computed from the weights (`attention_tensors.weight_forms`).
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert
+    >>> from hf_attn_variants.conversion.attention_tensors import join_heads, pool_key_value, split_heads
+    >>> class LastHead:
+    ...     name = "last"
+    ...
+    ...     def pool(self, tensors, heads, layer):
+    ...         def last(projection, source, target):
+    ...             return join_heads(split_heads(projection, source)[source // target - 1 :: source // target])
+    ...
+    ...         return pool_key_value(tensors, heads, last)
+    >>> model = convert("google-t5/t5-small", num_key_value_heads=2, method=LastHead())
+    ```
     """
 
     name: str
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return this layer's projections with `heads.key[1]` key and `heads.value[1]` value heads.
+        """Return the projections of this layer with `heads.key[1]` key heads and `heads.value[1]` value heads.
 
-        Only called where there are fewer heads afterwards. Query and output projections may change as well, in value
-        but not in shape; a bias may change but neither appear nor vanish. No input tensor may be changed in place; one
-        that stays as it is, is returned as it is. Torch runs on one thread here: fitting belongs before.
+        This is only called if there are fewer heads afterwards. The values of query and output projections may change,
+        but not their shapes. A bias may change, but must not appear or disappear. Input tensors must not be changed
+        in place; return a tensor that does not change. Torch uses one thread here, so fit weights before this call.
+
+        Args:
+            tensors: The projections of the original model.
+            heads: The head counts before and after.
+            layer: Further information about the layer.
         """
         ...
 
 
 class CalibratedMethod(ABC):
-    """A `ConversionMethod` that looks at what each attention is called with on text, before the conversion.
+    """A `ConversionMethod` that uses the inputs of each attention on text, before the conversion.
 
-    `calibration.calibrate` converts a module at a time, by `convert_module`. `options` are the fields of `Calibration`
-    that this method reads beside those that say what the text is: another method's are refused.
+    `calibration.calibrate` calls `convert_module` for one module at a time. `options` are the fields of `Calibration`
+    that this method reads in addition to those that describe the text. Options of other methods cause an error.
     """
 
     name: str
     options: tuple[str, ...] = ()
 
     def steps(self, calibration: Calibration) -> int:
-        """Return how many steps of one attention's work `LayerContext.on_step` tells of."""
+        """Return the number of steps per attention after which the method calls `LayerContext.on_step`."""
         return 0
 
     @abstractmethod
@@ -118,9 +140,14 @@ class CalibratedMethod(ABC):
         inputs: Sequence[AttentionInputs],
         calibration: Calibration,
     ) -> AttentionTensors:
-        """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text.
+        """Return the new projections of one attention.
 
-        A method that has measured their `layer.held_out_error` says it as "output_relative_error" of the `details`.
+        A method that measured `layer.held_out_error` adds it to `details` as "output_relative_error".
+
+        Args:
+            tensors, heads, layer: As for `pool`.
+            inputs: The calls of the attention on the calibration text.
+            calibration: The calibration.
         """
 
     def with_latent(
@@ -133,12 +160,12 @@ class CalibratedMethod(ABC):
         calibration: Calibration,
         latent: LatentInText,
     ) -> AttentionTensors:
-        """Return an attention, its heads new already, with keys and values that are made from a latent.
+        """Return the attention with keys and values from a latent. It already has its new heads.
 
         Args:
-            tensors, heads, layer, inputs, calibration: as for `convert_module`.
-            targets: the source's outputs on the inputs, [b, n, D] each.
-            latent: the latent.
+            tensors, heads, layer, inputs, calibration: As for `convert_module`.
+            targets: Outputs of the original attention on the inputs, [b, n, D] each.
+            latent: The latent.
         """
         return on_latent(tensors, latent.weight, latent.forms)
 
@@ -151,24 +178,27 @@ class CalibratedMethod(ABC):
         targets: Sequence[torch.Tensor],
         calibration: Calibration,
     ) -> AttentionTensors:
-        """Return an attention, its heads new already, whose kernel is as a new model has it, fitted to the targets.
+        """Return the attention with a kernel that is fitted to the targets. It already has its new heads.
 
-        Arguments as for `with_latent`.
+        The kernel of `tensors` is newly initialized. Arguments as for `with_latent`.
         """
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Raise ValueError: projections alone do not say how to merge these heads."""
+        """Raise an error, because this method needs text.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(
-            f"method {self.name!r} has not seen this model's {layer.module}: it needs calibration text "
-            "(`calibration=`)."
+            f"`method` {self.name!r} needs text to convert {layer.module}, got only weights. Give `calibration`."
         )
 
 
 def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Average each group of consecutive heads: weight [source*d, D] -> [target*d, D], bias likewise, in one dtype."""
+    """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
     pooled = [
-        # float64 so that equal heads give themselves back; a group at a time so that no wide copy of the layer exists.
+        # float64, so that the mean of equal heads is exact. One group at a time needs no float64 copy of the layer.
         group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
         for group in group_heads(projection, source, target)
     ]
@@ -176,39 +206,43 @@ def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tens
 
 
 class MeanPooling:
-    """Key/value head i is the mean of its group's heads, weights and biases alike."""
+    """Mean pooling (arXiv 2305.13245): each key/value head is the mean of the heads of its group."""
 
     name = "mean"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections with the mean of each group. Arguments as for `ConversionMethod.pool`."""
         return pool_key_value(tensors, heads, mean_heads)
 
 
 def first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Keep the first of each group of consecutive heads: weight [source*d, D] -> [target*d, D], bias likewise."""
+    """Return the first head of each group of consecutive heads: [source*d, ...] -> [target*d, ...]."""
     return join_heads(group_heads(projection, source, target)[:, 0])
 
 
 class FirstHead:
-    """Key/value head i is head g*i of the source, g heads to a group."""
+    """Selection of the first head of each group as key/value head."""
 
     name = "first"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections with the first head of each group. Arguments as for `ConversionMethod.pool`."""
         return pool_key_value(tensors, heads, first_heads)
 
 
 class RandomHeads:
-    """Keys and values are drawn as the architecture initialises them, biases are zero: a baseline for uptraining."""
+    """Newly initialized key and value projections with zero biases: a baseline for uptraining."""
 
     name = "random"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        def draw(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+        """Return the projections with new keys and values. Arguments as for `ConversionMethod.pool`."""
+
+        def initialize(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
             rows = projection.shape[0] // source * target
             if projection.ndim == 1:
                 return projection.new_zeros(rows)
-            drawn = torch.empty(rows, projection.shape[1])
-            return drawn.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
+            weight = torch.empty(rows, projection.shape[1])
+            return weight.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
 
-        return pool_key_value(tensors, heads, draw)
+        return pool_key_value(tensors, heads, initialize)

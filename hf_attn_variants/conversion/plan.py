@@ -1,4 +1,4 @@
-"""The plan of a conversion: configuration, heads and tensors of each attention, checked before any work."""
+"""The plan of a conversion: the new configuration, and the heads and tensors of each attention."""
 
 import hashlib
 import os
@@ -31,25 +31,32 @@ from ..modeling.mechanisms.talking_heads import (
 )
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
-from .attention_tensors import FIELDS as POSITION_FIELDS
-from .attention_tensors import AttentionTensors, best_latent, on_latent, pool_key_value, repeat_heads, weight_forms
+from .attention_tensors import (
+    POSITION_FIELDS,
+    AttentionTensors,
+    best_latent,
+    on_latent,
+    pool_key_value,
+    repeat_heads,
+    weight_forms,
+)
 from .checkpoint.tensor_files import TensorEntry
 from .methods import ConversionMethod, LayerContext
 
 __all__ = [
     "ConversionPlan",
-    "check_not_talking_already",
-    "check_talking_kept",
-    "check_talking_used",
-    "drawn_projections",
+    "check_no_talking_heads",
+    "check_talking_fields_used",
+    "check_talking_heads_unchanged",
+    "explain_not_calibrated",
+    "explain_not_fittable",
+    "initialize_projections",
     "initializer_std",
     "make_plan",
     "seeded_generator",
-    "why_not_calibrated",
-    "why_source_is_not_fitted",
 ]
 
-# What a conversion can give beside heads and latents.
+# Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of a source that no conversion can start from.
 UNCONVERTIBLE = {
@@ -59,16 +66,16 @@ UNCONVERTIBLE = {
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The whole conversion, checked.
+    """The plan of a conversion. Its values are checked.
 
     Args:
-        model_class: the converted model's class.
-        source_config: the source, described by a variant configuration.
-        config: the converted model's configuration.
-        modules: every attention module.
-        method: how heads are pooled.
-        seed: of everything random.
-        dtype: of the floating-point tensors afterwards; None keeps each one's.
+        model_class: Class of the converted model.
+        source_config: The variant configuration of the original model.
+        config: The configuration of the converted model.
+        modules: All attention modules.
+        method: The method that merges heads.
+        seed: Seed of all random numbers.
+        dtype: The dtype of floating-point tensors afterwards. None: unchanged.
     """
 
     model_class: type[AttnVariantModelMixin]
@@ -80,21 +87,21 @@ class ConversionPlan:
     dtype: torch.dtype | None = None
 
     @property
-    def hears(self) -> bool:
-        """Whether the model reads audio."""
+    def reads_audio(self) -> bool:
+        """Whether the input of the model is audio."""
         return self.model_class.main_input_name == "input_features"
 
     @cached_property
     def converted_names(self) -> frozenset[str]:
-        """The names of the attentions' tensors in the checkpoint, before and after."""
-        named = [names for module in self.modules for names in (module.tensors, module.new_tensors)]
-        return frozenset(name for names in named for name in names.values())
+        """The names of all attention tensors in the checkpoint, before and after the conversion."""
+        name_maps = [names for module in self.modules for names in (module.tensors, module.new_tensors)]
+        return frozenset(name for names in name_maps for name in names.values())
 
     @property
     def heads(self) -> dict[str, tuple[Any, Any]]:
-        """The head counts and ranks that the two configurations give, {field: (before, after)}.
+        """The head counts and ranks of the two configurations, {field: (before, after)}.
 
-        A value that differs by layer is the list of them; ranks are left out where there are none.
+        The value of a field that differs between layers is a list. Ranks are left out if there are no latents.
         """
         configs = (self.source_config, self.config)
         pairs = {
@@ -105,9 +112,9 @@ class ConversionPlan:
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
-        """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
-        of_heads = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
-        names = [name for name in self.config.variant_fields() if name not in of_heads]
+        """The other fields that the conversion changes (kernels and patterns), {field: (before, after)}."""
+        head_fields = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
+        names = [name for name in self.config.variant_fields() if name not in head_fields]
         configs = (self.source_config, self.config)
         pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -124,19 +131,20 @@ class ConversionPlan:
         latents: Mapping[str, torch.Tensor],
         calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
-        """Return one module's projections with its new heads and latent, in the plan's dtype or those they came in.
+        """Return the projections of one module with its new heads, latent and kernel.
 
         Args:
-            module, tensors: the attention and what it has.
-            latents: new latents that several attentions share, by their names in the checkpoint.
-            calibrated: what a calibration made of it; None = the method looks at weights alone.
+            module: The attention module.
+            tensors: Its projections before.
+            latents: New latents that several attentions share, by their names in the checkpoint.
+            calibrated: The result of the calibration for the module. None: the method only uses the weights.
 
         Raises:
-            ValueError: if the method returns a tensor of another shape.
+            ValueError: if the method returns a tensor with a wrong shape.
         """
         if module.change == "same":
             return tensors
-        # What reads a latent is an attention like any other, whose memory is the latent.
+        # Methods see an attention with a latent as an attention whose input is the latent.
         if calibrated is not None:
             new = calibrated
         else:
@@ -149,30 +157,30 @@ class ConversionPlan:
             if module.gets_kernel:
                 new = new.with_new_kernel(module.new_kernel, module.heads)
         if tensors.latent_weight is not None:
-            new = new.behind(tensors.latent_weight)
+            new = new.with_input_projection(tensors.latent_weight)
             if module.heads.rank[1] is None:
-                # A wider dtype, where one is asked for, keeps digits of the product that the source's dtype loses.
+                # A wider dtype keeps digits of the product that the dtype of the original tensors would lose.
                 new = new.folded(self.dtype or tensors.key_weight.dtype)
         _check_shapes(self.method, module, new)
         return new
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
-        """Return the projections with the new head counts, by a method that looks at weights alone."""
+        """Return the projections with the new head counts, computed only from the weights."""
         if module.heads.relation == "pool":
             return self.method.pool(tensors, module.heads, self.layer(module))
-        # Lossless, whatever the method: there is nothing to choose.
+        # Repeating heads loses nothing, so that all methods would give the same result.
         return pool_key_value(tensors, module.heads, repeat_heads)
 
-    def layer(self, module: AttentionModule, **known: Any) -> LayerContext:
-        """Return what a method may know of a layer; `known` are further fields of it."""
+    def layer(self, module: AttentionModule, **context: Any) -> LayerContext:
+        """Return the information for a method about a layer. `context` contains further fields of `LayerContext`."""
         generator = seeded_generator(self.seed, module.name)
-        return LayerContext(module.name, module.site.name, generator, initializer_std(self.config), **known)
+        return LayerContext(module.name, module.site.name, generator, initializer_std(self.config), **context)
 
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
+        """Return the new talking-heads parameters of one module, {name in the checkpoint: tensor}."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.heads(self.config, module.name).talking_init
-        return {name: tensor.to(dtype) for name, tensor in drawn_projections(module.projections, init, generator)}
+        return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
 
 
 def make_plan(
@@ -184,40 +192,41 @@ def make_plan(
     dtype: torch.dtype | None = None,
     config_file: str | os.PathLike | None = None,
 ) -> ConversionPlan:
-    """Settle what a conversion does and check that it can be done.
+    """Return the plan of a conversion after checking that it is possible.
 
     Args:
-        config: the source's config.json; without `architectures` the base model's class is taken.
-        entries: every tensor of the source with its dtype and shape.
-        method: how heads are pooled.
-        fields: the configuration fields to change; a value of None is not given.
-        seed: of everything random.
-        dtype: the dtype to convert floating-point tensors to.
-        config_file: where `config` was read, for messages.
+        config: The config.json of the original model. Without `architectures`, the base model is converted.
+        entries: The dtype and shape of every tensor of the original model.
+        method: The method that merges heads.
+        fields: The configuration fields to change. Fields that are None do not change.
+        seed: Seed of all random numbers.
+        dtype: The dtype of floating-point tensors afterwards. None: unchanged.
+        config_file: Path of `config`, for messages.
 
     Raises:
-        ValueError: for an unsupported architecture, a configuration that makes no model, impossible head counts, or
-            attention tensors that are missing, too many, or of other shapes than the configuration says.
+        ValueError: if the architecture is not supported, the configuration is invalid, head counts are impossible, or
+            attention tensors are missing, unexpected, or have other shapes than the configuration implies.
     """
-    given = {name: value for name, value in fields.items() if value is not None and value != {}}
-    # The configuration and the tensors have the new positions already.
-    changes = any([given.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
+    changes = {name: value for name, value in fields.items() if value is not None and value != {}}
+    # `extend_positions` has already changed the positions in the configuration and the tensors.
+    has_other_changes = any([changes.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
-    given = without_same_size(config_class, config, given)
-    _check_fields(config_class, config, given, changes)
+    changes = without_same_size(config_class, config, changes)
+    _check_fields(config_class, config, changes, has_other_changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
+    wrong = "The configuration of the original model is wrong"
     if model_class.config_class is not config_class:
         raise ValueError(
-            f"the source's configuration is wrong: a {architecture} has no `model_type` {config['model_type']!r}."
+            f"{wrong}: `model_type` {config['model_type']!r} does not belong to {architecture}. Correct config.json."
         )
-    wrong = "the source's configuration is wrong" + ("" if config_file is None else f" ({os.fspath(config_file)})")
+    wrong += "" if config_file is None else f" ({os.fspath(config_file)})"
     with as_value_error(wrong, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
         if not isinstance(source_config.dtype, torch.dtype | None):
-            raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
+            raise ValueError(f"`dtype` must be the name of a torch dtype, got {config.get('dtype')!r}.")
     with as_value_error(wrong):
-        new_config = _converted_config(config_class, source_config, dict(config), given)
+        new_config = _make_new_config(config_class, source_config, dict(config), changes)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
             new_config.dtype = dtype
@@ -226,46 +235,49 @@ def make_plan(
     modules = attention_modules(target, source_config, entries)
     check_other_shapes(target, entries, modules, wrong)
     check_nothing_missing(target, entries, modules, wrong)
-    _check_all_used(model_class.__name__, config_class, given, new_config, modules)
-    _check_layers_given(given, changes, modules)
+    _check_all_used(model_class.__name__, config_class, changes, new_config, modules)
+    _check_per_layer_values(changes, has_other_changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
-def why_source_is_not_fitted(config: Any) -> str | None:
-    """Return why nothing can be fitted to what a source of this configuration computes; None where something can."""
+def explain_not_fittable(config: Any) -> str | None:
+    """Return why a calibration cannot fit to the outputs of a model with this configuration, or None if it can."""
     if talks(config):
         names = [name for name in config.talking_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
-        what = f"the source has talking heads ({kind!r}), whose do not"
-        return f"it fits heads whose weights sum to one; {what}"
-    if has_kernel(config):
-        return "it fits to a softmax's outputs; the source has a kernel in its place"
-    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(config))
-    if learned := [each for each in patterns if each is not None and pattern_class(each).learned]:
-        return f"it fits to what reads tokens; the source's pattern {learned[0]!r} also reads what it makes of several"
-    return None
-
-
-def why_not_calibrated(plan: ConversionPlan) -> str | None:
-    """Return why no text can say how the plan's source is to be pooled; None where it can."""
-    if (reason := why_source_is_not_fitted(plan.source_config)) is not None:
-        return reason
-    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
         return (
-            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
+            "it fits heads whose attention weights sum to one, and the talking heads of the original model "
+            f"({kind!r}) do not"
+        )
+    if has_kernel(config):
+        return "it fits to the outputs of a softmax, and the original model has a kernel instead"
+    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(config))
+    if learned := [pattern for pattern in patterns if pattern is not None and pattern_class(pattern).learned]:
+        return (
+            f"it fits attentions between tokens, and the pattern {learned[0]!r} of the original model also uses "
+            "learned summaries of several tokens"
         )
     return None
 
 
+def explain_not_calibrated(plan: ConversionPlan) -> str | None:
+    """Return why a calibration is not possible for a plan, or None if it is."""
+    if (reason := explain_not_fittable(plan.source_config)) is not None:
+        return reason
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
+        return "it cannot fit the cross-attention of a decoder-only model, because there are no encoder outputs"
+    return None
+
+
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """Return random numbers that depend on the seed and on the layer's name alone."""
+    """Return a random number generator that only depends on the seed and the name of the layer."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def initializer_std(config: Any) -> float:
-    """Return the standard deviation of a new key or value projection: BERT's or BART's field, or T5's rule."""
+    """Return the standard deviation of new key and value projections: a field of BERT and BART, a formula for T5."""
     for name in ("initializer_range", "init_std"):
         if hasattr(config, name):
             return getattr(config, name)
@@ -273,211 +285,247 @@ def initializer_std(config: Any) -> float:
 
 
 def _by_layer(config: Any, name: str) -> Any:
-    """Return a field's value, or the list of those of the layers where they differ."""
+    """Return the value of a field, or the list of its values if layers differ."""
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
 
 def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the fields that say what keys and values are: their heads, and the ranks of latents."""
+    """Return the names of the fields of key/value heads and of latent ranks."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
-    for part, shape in module.shapes.items():
+    """Check that a method returned tensors of the planned shapes."""
+    for part, expected in module.shapes.items():
         tensor = getattr(tensors, part, None)
-        got = None if tensor is None else list(tensor.shape)
-        if got != list(shape):
+        shape = None if tensor is None else list(tensor.shape)
+        if shape != list(expected):
             raise ValueError(
-                f"method {method.name!r} gave {part} of shape {got} for {module.name}, not {list(shape)}."
+                f"`method` {method.name!r} must return {part} of shape {list(expected)} for {module.name}, got "
+                f"{shape}. Correct the method."
             )
 
 
 def _check_fields(
-    config_class: type[AttnVariantConfigMixin], config: Mapping[str, Any], given: Mapping[str, Any], changes: bool
+    config_class: type[AttnVariantConfigMixin],
+    config: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    has_other_changes: bool,
 ) -> None:
+    """Check that a conversion can change these fields of a model, and that there are any."""
     kv_fields = config_class.kv_heads_fields()
-    for name in given:
+    for name in changes:
         if name not in config_class.variant_fields():
-            field = nearest(name, config_class.variant_fields())
-            kv_names = ", ".join(f"`{each}`" for each in kv_fields)
+            similar_field = nearest(name, config_class.variant_fields())
+            kv_names = ", ".join(f"`{field}`" for field in kv_fields)
             raise ValueError(
-                f"`{name}` is not a field of {config['model_type']!r} checkpoints"
-                + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
+                f"`{name}` must be a field of {config['model_type']!r} models. "
+                + (f"Did you mean `{similar_field}`?" if similar_field else f"Their key/value heads are {kv_names}.")
             )
         if name in config_class.from_scratch_fields():
-            raise ValueError(f"`{name}` is of models that are trained from scratch: no conversion gives it.")
-    if not given and not changes:
+            raise ValueError(f"`{name}` must only be given for models that are trained from scratch. Leave it out.")
+    if not changes and not has_other_changes:
         other_names = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
         other_names = [name for name in other_names if name in config_class.variant_fields()]
         names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *other_names))
-        raise ValueError(f"nothing to convert: give one of {names} (each is a flag of the command, too).")
-    asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
-    if learned := [pattern for pattern in asked if pattern in PATTERNS and pattern_class(pattern).learned]:
+        raise ValueError(f"There is nothing to convert. Give one of {names} (or the flag of the same name).")
+    patterns = [
+        values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
+    ]
+    if learned := [pattern for pattern in patterns if pattern in PATTERNS and pattern_class(pattern).learned]:
         raise ValueError(
-            f"`attention_pattern` {learned[0]!r} has parameters that no conversion makes: load the checkpoint with "
-            "it (`from_pretrained`), and train."
+            f"`attention_pattern` {learned[0]!r} has parameters that no conversion can compute. Load the checkpoint "
+            "with this pattern (`from_pretrained`) and train the model."
         )
-    for name, what in UNCONVERTIBLE.items():
+    for name, feature in UNCONVERTIBLE.items():
         if config.get(name) not in (None, NONE):
-            raise ValueError(f"a checkpoint with {what} (`{name}` is {config[name]!r}) cannot be converted.")
+            raise ValueError(
+                f"`{name}` of the original model must not be {config[name]!r}: a checkpoint with {feature} cannot be "
+                "converted."
+            )
     if config.get("quantization_config"):
-        raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
-    check_not_talking_already(config_class, config, given)
+        raise ValueError(
+            "A checkpoint with `quantization_config` cannot be converted. Convert the original model, then quantize."
+        )
+    check_no_talking_heads(config_class, config, changes)
 
 
-def _converted_config(
-    config_class: type[AttnVariantConfigMixin], source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]
+def _make_new_config(
+    config_class: type[AttnVariantConfigMixin], source_config: Any, raw: dict[str, Any], changes: Mapping[str, Any]
 ) -> Any:
-    # Numbers of heads that nobody asks for stay, unless layers differ in them; so do lists by layer.
-    asked = given.get("per_layer_values")
-    asked = asked if isinstance(asked, Mapping) else {}
+    """Return the configuration of the converted model.
+
+    Args:
+        config_class: Class of the configuration.
+        source_config: The variant configuration of the original model.
+        raw: The contents of its config.json.
+        changes: The fields to change.
+    """
+    # Head counts and per-layer lists that are not given do not change. The exception are head counts that differ
+    # between layers.
+    new_lists = changes.get("per_layer_values")
+    new_lists = new_lists if isinstance(new_lists, Mapping) else {}
     lists = source_config.per_layer_values or {}
     kv_heads = {
-        name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in {*lists, *asked}
+        name: getattr(source_config, name)
+        for name in config_class.kv_heads_fields()
+        if name not in {*lists, *new_lists}
     }
-    if asked:
-        lists = {name: values for name, values in lists.items() if name not in given}
-        given = {**given, "per_layer_values": {**lists, **asked}}
-    new_config = config_class.from_upstream(raw, **(kv_heads | dict(given)))
-    check_talking_kept(source_config, new_config, given)
+    if new_lists:
+        lists = {name: values for name, values in lists.items() if name not in changes}
+        changes = {**changes, "per_layer_values": {**lists, **new_lists}}
+    new_config = config_class.from_upstream(raw, **(kv_heads | dict(changes)))
+    check_talking_heads_unchanged(source_config, new_config, changes)
     for name in config_class.kernel_fields():
         old, new = _by_layer(source_config, name), _by_layer(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
-                f"the source has a kernel in a softmax's place, which a conversion keeps: `{name}` is {old!r}, the "
-                f"new config asks for {new!r}."
+                f"`{name}` must stay {old!r}, because the original model already has a kernel, got {new!r}. Leave it "
+                "out."
             )
     return new_config
 
 
-def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[AttentionModule]) -> None:
-    # Lists without a value expand what the source has shared; where it has nothing shared, they ask for nothing.
-    if changes or given.keys() != {"per_layer_values"}:
+def _check_per_layer_values(
+    changes: Mapping[str, Any], has_other_changes: bool, modules: list[AttentionModule]
+) -> None:
+    """Check that `per_layer_values` change an attention if nothing else is given."""
+    # Lists without values expand shared heads. If the original model shares none, they change nothing.
+    if has_other_changes or changes.keys() != {"per_layer_values"}:
         return
-    lists = given["per_layer_values"].values()
+    lists = changes["per_layer_values"].values()
     if all(value is None for values in lists for value in values) and not any(
         module.change != "same" for module in modules
     ):
         raise ValueError(
-            f"nothing to convert: `per_layer_values` gives no layer a value; got {given['per_layer_values']}."
+            f"`per_layer_values` must contain a value for a layer, got {changes['per_layer_values']}. There is "
+            "nothing to convert."
         )
 
 
 def _check_all_used(
     name: str,
     config_class: type[AttnVariantConfigMixin],
-    given: Mapping[str, Any],
+    changes: Mapping[str, Any],
     config: Any,
     modules: list[AttentionModule],
 ) -> None:
-    # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
+    """Check that each field to change has an effect. Otherwise the converted model would equal the original one."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
     for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
-        if useless := [each for each in fields if each in given and each not in used]:
-            known = " or ".join(f"`{each}`" for each in fields if each in used)
-            raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
+        if unused := [field for field in fields if field in changes and field not in used]:
+            used_names = " or ".join(f"`{field}`" for field in fields if field in used)
+            raise ValueError(
+                f"`{unused[0]}` must only be given for models with these attentions, and {name} has none. Only "
+                f"give {used_names}."
+            )
     for field in config_class.pattern_fields():
         kind = ("encoder_" if field.startswith("encoder_") else "") + "attention_pattern"
-        if given.get(field) is not None and getattr(config, kind) is None and not has_kernel(config):
-            raise ValueError(f"nothing to convert: `{field}` has no effect without `{kind}`.")
-    places = {module.site.place_prefix for module in modules}
-    check_talking_used(name, given, config, places)
+        if changes.get(field) is not None and getattr(config, kind) is None and not has_kernel(config):
+            raise ValueError(f"`{field}` has no effect without `{kind}`. Give `{kind}` too.")
+    prefixes = {module.site.place_prefix for module in modules}
+    check_talking_fields_used(name, changes, config, prefixes)
 
 
-def check_not_talking_already(config_class: Any, config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check that talking heads are not asked for where the source has them already, the same in all places.
+def check_no_talking_heads(config_class: Any, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Check that no talking heads are added to a model that already has the same ones in all places.
 
     Args:
-        config_class: the source's.
-        config: its config.json.
-        given: the fields to change.
+        config_class: Configuration class of the original model.
+        config: Its config.json.
+        changes: The fields to change.
 
     Raises:
-        ValueError: if there are any.
+        ValueError: if talking heads are added to such a model.
     """
     fields = config_class.talking_fields()
-    asked = [name for name in fields if name in given]
+    talking_changes = [name for name in fields if name in changes]
     is_by_place = any(config.get(name) is not None for name in fields if row_of(name)[0])
-    if config.get(KIND) is not None and asked and not is_by_place:
-        raise _talking_already(config[KIND], asked)
+    if config.get(KIND) is not None and talking_changes and not is_by_place:
+        raise _talking_heads_error(config[KIND], talking_changes)
 
 
-def check_talking_kept(source: Any, new: Any, given: Mapping[str, Any]) -> None:
-    """Check that the source's talking heads stay as they are, and that new ones change no tensor of the source.
+def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, Any]) -> None:
+    """Check that existing talking heads do not change, and that new ones change no other tensor.
+
+    Args:
+        source, new: The configurations before and after.
+        changes: The fields to change.
 
     Raises:
-        ValueError: if fields are given for heads that talk already, or heads of values, or of a T5's softmax, change.
+        ValueError: if existing talking heads change, or the value heads, or the softmax heads of a T5.
     """
-    asked = [name for name in source.talking_fields() if name in {*given, *(given.get("per_layer_values") or {})}]
+    new_lists = changes.get("per_layer_values") or {}
+    talking_changes = [name for name in source.talking_fields() if name in {*changes, *new_lists}]
     pairs = {
         (prefix, layer): (source.talking_heads_of(prefix, layer), new.talking_heads_of(prefix, layer))
         for prefix in talking_places(source)
         for layer in range(source.layer_count(prefix + KIND))
     }
-    changed = {place for place, (old, now) in pairs.items() if old != now}
-    looked_at = [old.kind for place, (old, _) in pairs.items() if place in changed or not changed]
-    kinds = [kind for kind in looked_at if kind is not None]
-    if asked and kinds:
-        raise _talking_already(kinds[0], asked)
+    changed = {place for place, (before, after) in pairs.items() if before != after}
+    kinds = [before.kind for place, (before, _) in pairs.items() if place in changed or not changed]
+    kinds = [kind for kind in kinds if kind is not None]
+    if talking_changes and kinds:
+        raise _talking_heads_error(kinds[0], talking_changes)
     has_bias = hasattr(new, "relative_attention_num_buckets")
-    for (prefix, _), (old, now) in pairs.items():
-        if now.output != old.output:
+    for (prefix, _), (before, after) in pairs.items():
+        softmax_field = talking_group(new, prefix) + SOFTMAX
+        if after.output != before.output:
             raise ValueError(
-                f"a conversion keeps the value heads: the source has {old.output}, the new config "
-                f"{now.output} (`{_said(new, prefix, OUTPUT)}`, or "
-                f"`{_said(new, prefix, SOFTMAX)}` with P_l alone)."
+                f"`{talking_group(new, prefix)}{OUTPUT}` must stay {before.output}, the value heads of the original "
+                f"model, got {after.output}. If there is only P_l, `{softmax_field}` must equal it."
             )
-        if has_bias and prefix != "cross_" and now.softmax != old.softmax:
+        if has_bias and prefix != "cross_" and after.softmax != before.softmax:
             raise ValueError(
-                f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source "
-                f"has {old.softmax}, the new config {now.softmax} (`{_said(new, prefix, SOFTMAX)}`)."
+                f"`{softmax_field}` must stay {before.softmax} in a T5, because its position bias has one column per "
+                f"softmax head, got {after.softmax}. Leave it out."
             )
 
 
-def _talking_already(kind: str, asked: list[str]) -> ValueError:
-    names = ", ".join(f"`{name}`" for name in asked)
+def _talking_heads_error(kind: str, fields: list[str]) -> ValueError:
+    """Return the error for fields that would change existing talking heads."""
+    names = ", ".join(f"`{name}`" for name in fields)
     return ValueError(
-        f"the source has talking heads already ({kind!r}); they are kept as they are: leave {names} out."
+        f"The original model already has talking heads ({kind!r}), which do not change. Leave out {names}."
     )
 
 
-def _said(config: Any, prefix: str, name: str) -> str:
-    """Return the field that gives a place its value: with the prefix of the place, or without one."""
-    return talking_group(config, prefix) + name
-
-
-def check_talking_used(name: str, given: Mapping[str, Any], config: Any, places: Collection[str]) -> None:
-    """Check that each field of talking heads that is given changes an attention.
+def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any, prefixes: Collection[str]) -> None:
+    """Check that each talking-heads field has an effect on an attention.
 
     Args:
-        name: of the model's class.
-        given: the fields to change.
-        config: the converted model's.
-        places: the prefixes of the attentions that it has.
+        name: Name of the model class.
+        changes: The fields to change.
+        config: The configuration of the converted model.
+        prefixes: Field prefixes of the attentions of the model.
 
     Raises:
-        ValueError: for a field of attentions that it has none of, or without `talking_heads`.
+        ValueError: if the model does not have the attentions of a field, or `talking_heads` is missing.
     """
-    for field in (field for field in config.talking_fields() if field in given):
+    for field in (field for field in config.talking_fields() if field in changes):
         prefix, _ = row_of(field)
-        if prefix and prefix not in places:
-            raise ValueError(f"`{field}` is of attentions that {name} does not have: leave it out.")
+        if prefix and prefix not in prefixes:
+            raise ValueError(
+                f"`{field}` must only be given for models with these attentions, and {name} has none. Leave it out."
+            )
         if field.endswith(KIND):
             if not talks(config):
-                raise ValueError(f"nothing to convert: `{field}` is {given[field]!r}, and no heads talk.")
+                raise ValueError(
+                    f"`{field}` must select talking heads, got {changes[field]!r}. There is nothing to convert."
+                )
         elif not talks(config, prefix or None):
-            raise ValueError(f"`{field}` is of talking heads: give `{prefix}talking_heads` as well.")
+            raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Give it as well.")
 
 
-def drawn_projections(
+def initialize_projections(
     shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield new talking-heads parameters, as a new model initialises them (`AttentionVariantMixin.init_projections`).
+    """Yield new talking-heads parameters with the values of `AttentionVariantMixin.init_projections`.
 
     Args:
-        shapes: of each, by its name in the checkpoint.
-        initialization: the attention's `talking_heads_init`.
-        generator: draws them.
+        shapes: The shape of each parameter, by its name in the checkpoint.
+        initialization: The `talking_heads_init` of the attention.
+        generator: Random number generator.
     """
     for name, shape in shapes.items():
         std = projection_std(name.rsplit(".", 1)[-1], shape, initialization)

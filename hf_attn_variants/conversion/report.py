@@ -1,34 +1,36 @@
-"""The report of a conversion, `conversion_report.json`, with the errors of the converted weights.
+"""The report of a conversion (`conversion_report.json`) and the quality of the converted model.
 
-The relative Frobenius errors of the two products that attention is made of, over all heads i:
+**Errors of weights.** The relative Frobenius errors of the two products of weights in an attention, over all heads i:
 
     logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (biases included: [W | b] for W)
-    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (the value's bias included)
+    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (the bias of the values included)
 
-with W_k,i the key head that query head i reads.
+W_k,i is the key head that query head i uses. These errors do not depend on data. They can be large after a calibration
+although the model is good.
 
-These errors compare weights and know nothing of the data: after a calibration they are large where the model is good.
-There the error that means something is that of each attention's output y, computed in float32 on the calibration's
-held-out text, for each of its calls with the inputs of the source:
+**Errors of outputs.** After a calibration, the error of the output y of each attention is more meaningful. It is
+computed in float32 on held-out text, for each call of the attention with the inputs of the original model:
 
-    output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens; 0 is equal, 1 no better than the mean
+    output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens
 
-How near a converted model is to its original: one number on held-out examples of the calibration.
+0 means equal outputs, 1 means an output that is not better than the mean.
 
-The errors of single attentions do not say what the model has become: they add up, or they cancel. So the whole model
-runs on held-out examples before and after, each one alone and whole, as a user gives it. Compared is what the model
-is for:
+**Quality of the model.** The errors of single attentions can add up or cancel. Therefore the whole model runs on
+held-out examples before and after the conversion. Examples are not truncated and not joined to passages, as in use.
+The measure depends on the task:
 
-- a model that writes: the tokens it writes by itself, greedily, by edit distance (Levenshtein, 1966);
-- a language model's head: its loss on masked tokens, or on each next one;
-- a head that classifies or answers: the predictions that change. Tags count if either model gives another one than
-  the most frequent tag, and so do classes if one of them has more than three quarters of the examples. Of several
-  labels those count that either model gives (a label that most examples have: those that either does not give);
-- a head that gives scores, as of a regression, a reranker or a choice: their error, as a share of their variance;
-- anything else: the cosine of embeddings, the means of the last hidden states, less the mean of all of them.
+- Models that generate text: the greedily generated tokens, compared by edit distance (Levenshtein, 1966).
+- Other language models: the loss on masked tokens, or on each next token.
+- Classification and question answering: the share of predictions that change. For tags, tokens only count if one of
+  the models does not predict the most frequent tag. The same applies to classes if one class has more than three
+  quarters of the examples. For several labels per example, those count that one of the models predicts. A label that
+  most examples have counts if one of the models does not predict it.
+- Scores (regression, reranking, multiple choice): the squared error as a share of the variance.
+- All other models: the cosine similarity of embeddings, which are means of the last hidden states after the mean over
+  all examples is subtracted.
 
-Each is a ratio of sums over examples and has a 95 % interval (`ratio_interval`), which decides: the model is within
-tolerance if the whole interval is, outside if none of it is, and otherwise the number is inconclusive.
+Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_interval`). The model is within
+tolerance if the whole interval is, outside tolerance if no part of it is, and otherwise the result is inconclusive.
 """
 
 import json
@@ -76,37 +78,39 @@ logger = logging.getLogger(__name__)
 # The tolerance of each measure.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
-# Those that count what changes.
+# The measures that are shares of changed units.
 SHARES = ("tokens", "predictions")
-# Of a normal distribution, 95 % lies within so many standard deviations.
+# The 97.5 % quantile of the standard normal distribution.
 Z = 1.959964
 
 ADVICE = (
-    "If the examples are of the kind that the model reads, keep more heads (--num_key_value_heads) or a larger latent "
-    "(--kv_lora_rank), give more examples, or train the model afterwards (`attn-variants uptrain`, for models of "
-    "text). `attn-variants frontier` shows what each choice loses."
+    "If the examples are typical for the model, use more heads (--num_key_value_heads), a larger latent "
+    "(--kv_lora_rank) or more examples, or train the converted model (`attn-variants uptrain`, for text models). "
+    "`attn-variants frontier` shows the loss of each choice."
 )
-MORE_EXAMPLES = "Give more examples (--calibration_file, --calibration_size), or keep more heads or a larger latent."
+MORE_EXAMPLES = "Give more examples (--calibration_file, --calibration_size), more heads or a larger latent."
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How near a converted model is to its original on held-out examples.
+    """The quality of a converted model compared with the original model on held-out examples.
 
     Args:
-        measure: "tokens" = the share of written tokens that change; "loss" = nats per token above the original's;
-            "predictions" = the share that changes; "scores" = their mean squared error as a share of their variance;
-            "embeddings" = the mean cosine to the original's.
-        value: the number; None = the converted model's outputs are no numbers, or the examples are `alike`.
-        bound: the tolerance: the most of it, for embeddings the least.
-        examples: how many were held out.
-        losses: of the original and of the converted model, nats per token, where they were measured.
-        runaway: of a model that writes: the examples of which it writes more than twice as much as the original. It
-            repeats itself there, mostly, which makes much of `value`.
-        alike: the original gives all examples the same, so that there is nothing to compare.
-        unknown: the original's own loss is above that of a guess, so that it does not know such text at all.
-        interval: of the value, at 95 %; None = a single example, or a report of version 0.1.
-        is_rare: whether the most frequent prediction is left out where neither model gives another one.
+        measure: "tokens": share of generated tokens that change. "loss": increase in nats per token. "predictions":
+            share of predictions that change. "scores": mean squared error as a share of the variance. "embeddings":
+            mean cosine similarity.
+        value: The value of the measure. None: the outputs are not finite, or the examples are `alike`.
+        bound: The tolerance: the maximum of the value, or the minimum for embeddings.
+        examples: Number of held-out examples.
+        losses: Losses of the original and the converted model in nats per token, if they were measured.
+        runaway: For models that generate text, the number of examples with more than twice as many tokens as the
+            original output. Most of them repeat themselves, which explains a large `value`.
+        alike: Whether the original model gives the same output for all examples, so that a comparison is useless.
+        unknown: Whether the loss of the original model is above that of a random guess, so that it does not know
+            such text.
+        interval: The 95 % confidence interval of the value. None: there is a single example, or the report is from
+            version 0.1.
+        is_rare: Whether examples are left out if both models make the most frequent prediction.
     """
 
     measure: str
@@ -122,15 +126,15 @@ class Quality:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Quality | None":
-        """Return what a report holds as `to_dict` made it; None where it is none of this version."""
+        """Return the quality from the values of `to_dict` in a report, or None if they are from another version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
-        others: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: values[name] for name in ("runaway", "alike", "unknown", "is_rare") if name in values
         }
         interval = values.get("interval")
-        others["interval"] = None if interval is None else tuple(interval)
-        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], **others)
+        options["interval"] = None if interval is None else tuple(interval)
+        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], **options)
 
     @property
     def is_kept(self) -> bool:
@@ -138,14 +142,14 @@ class Quality:
         return self.verdict == "within tolerance"
 
     @property
-    def says_nothing(self) -> bool:
-        """Whether such examples tell nothing of any conversion."""
+    def is_uninformative(self) -> bool:
+        """Whether no conversion can be measured on these examples."""
         return self.alike or self.unknown
 
     @property
     def verdict(self) -> str:
-        """ "within tolerance", "outside tolerance" or "inconclusive", by the interval."""
-        if self.says_nothing or (self.value is not None and self.interval is None and self.examples < 2):
+        """The result: "within tolerance", "outside tolerance" or "inconclusive"."""
+        if self.is_uninformative or (self.value is not None and self.interval is None and self.examples < 2):
             return "inconclusive"
         if self.value is None:
             return "outside tolerance"
@@ -156,66 +160,70 @@ class Quality:
         return "inconclusive" if any(are_within) else "outside tolerance"
 
     def __str__(self) -> str:
+        """Return the quality as a part of a sentence, with its interval."""
         if self.alike:
-            what = "writes nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
-            return f"the original model {what}, so there is nothing to compare"
+            output = "generates nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
+            return f"the original model {output}, so that the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
-            return f"the original model has a loss{loss} on these examples, which is more than a guess has"
+            return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
         if self.value is None:
-            return "its outputs are not numbers"
+            return "its outputs are not finite numbers"
         rare = ", without the most frequent one," if self.is_rare else ""
         text = {
-            "tokens": f"{self.value:.1%} of the tokens it writes differ from the original's",
+            "tokens": f"{self.value:.1%} of its generated tokens differ from the original's",
             "loss": f"its loss is {self.value:+.3f} nats per token compared with the original's",
             "predictions": f"{self.value:.1%} of its predictions{rare} differ from the original's",
-            "scores": f"its scores have an error of {self.value:.1%} of the variance of the original's",
+            "scores": f"the error of its scores is {self.value:.1%} of the variance of the original's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the original's",
         }[self.measure]
         return text + self._interval_text() + self._runaway_text()
 
     def _interval_text(self) -> str:
+        """Return the confidence interval in parentheses."""
         if self.interval is None:
             return ""
         form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
         return f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
 
     def _runaway_text(self) -> str:
+        """Return the number of examples with repetitive outputs."""
         if not self.runaway:
             return ""
-        return f"; in {self.runaway} of {self.examples} examples it writes more than twice as much, and repeats itself"
+        return f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
 
     @property
     def shown_bound(self) -> str:
-        """The bound as people write it."""
+        """The bound with its unit, for users."""
         if self.measure == "loss":
             return f"{self.bound} nats"
         return f"{self.bound}" if self.measure == "embeddings" else f"{self.bound:.0%}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields and the verdict as JSON values."""
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_interval(found: "torch.Tensor", counts: "torch.Tensor", is_share: bool) -> tuple[float, float] | None:
-    """Return the 95 % interval of sum(found) / sum(counts), whose examples are drawn at random.
+def ratio_interval(amounts: "torch.Tensor", counts: "torch.Tensor", is_share: bool) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly drawn examples.
 
     The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4), because
-    what changes in one text is not independent. A share has Wilson's interval (1927) for as many independent units as
-    have this variance, any other number Student's.
+    the changes within an example are not independent. A share has Wilson's interval (1927) for the number of
+    independent units that have this variance. All other ratios have Student's interval.
 
     Args:
-        found, counts: of each example, [n].
-        is_share: whether the ratio is a share of `counts` units.
+        amounts: The numerator of each example, [n].
+        counts: The denominator of each example, [n].
+        is_share: Whether the ratio is a share of `counts` units.
 
     Returns:
-        The interval; None if fewer than two examples count.
+        The lower and the upper end, or None if fewer than two examples have a positive count.
     """
     examples, total = int((counts > 0).sum()), float(counts.sum())
     if examples < 2:
         return None
-    ratio = float(found.sum()) / total
-    squares = float((found - ratio * counts).square().sum())
+    ratio = float(amounts.sum()) / total
+    squares = float((amounts - ratio * counts).square().sum())
     variance = squares / total**2 * examples / (examples - 1)
     if is_share and ratio < 1:
         units = min(total, ratio * (1 - ratio) / variance) if ratio * variance else total
@@ -223,50 +231,50 @@ def ratio_interval(found: "torch.Tensor", counts: "torch.Tensor", is_share: bool
         spread = Z * math.sqrt(ratio * (1 - ratio) / units + (Z / (2 * units)) ** 2)
         scale = 1 + Z**2 / units
         return max(0.0, (middle - spread) / scale), (middle + spread) / scale
-    free = examples - 1  # Student's quantile by its expansion (Abramowitz and Stegun, 26.7.5)
+    free = examples - 1  # Student's quantile, approximated by a series (Abramowitz and Stegun, 26.7.5)
     factor = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)
     low, high = ratio - factor * math.sqrt(variance), ratio + factor * math.sqrt(variance)
     return max(0.0, low) if is_share else low, high
 
 
 class ModelNotKeptError(ValueError):
-    """A strict conversion is not within tolerance."""
+    """Raised if a strict conversion is not within tolerance."""
 
-    exit_status = 1  # of a command: the work was done, and its result is refused
+    exit_status = 1  # The command has done its work, but rejects the result.
 
 
 def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> None:
-    """Warn of a conversion that is not within tolerance; if it is to be strict, raise.
+    """Warn about a conversion that is not within tolerance, or raise an error if it is strict.
 
     Args:
-        quality: of the converted model; None = it was not measured.
-        strict: whether it is an error.
-        report: of a conversion into a folder (`ConversionReport`): the error leaves it beside the folder, which does
-            not appear.
+        quality: Quality of the converted model, or None if it was not measured.
+        strict: Whether to raise an error.
+        report: The `ConversionReport` of a conversion into a folder. It is written next to the folder before the
+            error is raised, because the folder itself is not created.
 
     Raises:
-        ModelNotKeptError: if the conversion is to be strict.
+        ModelNotKeptError: if the conversion is strict and not within tolerance.
     """
     if quality is None or quality.is_kept:
         return
-    is_open = quality.verdict == "inconclusive" and not quality.says_nothing
+    needs_examples = quality.verdict == "inconclusive" and not quality.is_uninformative
     message = (
-        f"the conversion is {quality.verdict}: {quality}, on {quality.examples} held-out examples; the tolerance is "
-        f"{quality.shown_bound}. {MORE_EXAMPLES if is_open else ADVICE}"
+        f"The conversion is {quality.verdict}: {quality}, on {quality.examples} held-out examples. The tolerance is "
+        f"{quality.shown_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
     )
     if not strict:
         logger.warning(message)
         return
     if report is not None:
         folder = Path(report.output_dir).absolute()
-        place = folder.with_name(f"{folder.name}.{REPORT_NAME}")
-        atomic_write(place, report.to_json())
-        message += f" The report is {place}."
+        path = folder.with_name(f"{folder.name}.{REPORT_NAME}")
+        atomic_write(path, report.to_json())
+        message += f" The report is {path}."
     raise ModelNotKeptError(message)
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many tokens, or words, have to be inserted, deleted or replaced to make the second of the first."""
+    """Return how many tokens or words must be inserted, deleted or replaced to turn `first` into `second`."""
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
         before, row[0] = row[0], i
@@ -275,22 +283,23 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
     return row[-1]
 
 
-# A weight [h*d, D] and its bias [h*d] or None.
-Projection = tuple[torch.Tensor, torch.Tensor | None]
+# A weight [h*d, D], and its bias [h*d] or None.
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
+# Maximum number of elements in float64 copies of heads.
 BLOCK_ELEMENTS = 2**20
 
 
 def attention_errors(
     before: AttentionTensors, after: AttentionTensors, heads: HeadCounts
 ) -> tuple[float | None, float | None]:
-    """Return the relative errors of the logits' products and of the values' (module docstring).
+    """Return the relative errors of the products of weights for logits and values (see the module docstring).
 
     Args:
-        before, after: the projections of the source and the converted ones.
-        heads: their head counts.
+        before, after: The projections of the original and of the converted model.
+        heads: The head counts.
 
     Returns:
-        The two errors; None where the source's products are zero.
+        The two errors. An error is None if the products of the original model are zero.
     """
     queries, new_queries = before.pair("query"), after.pair("query")
     keys, new_keys = before.pair("key"), after.pair("key")
@@ -307,10 +316,10 @@ def attention_errors(
 def bilinear_error(
     left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
 ) -> tuple[float, float]:
-    """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius) without forming either product.
+    """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius norms).
 
-    The difference is left^T (right - new_right) + (left - new_left)^T new_right, and |X^T Y|^2 = <X X^T, Y Y^T>: only
-    matrices of 2d x 2d, and exactly zero where nothing changed.
+    Neither product is formed. The difference is left^T (right - new_right) + (left - new_left)^T new_right, and
+    |X^T Y|^2 = <X X^T, Y Y^T>. This only needs matrices of 2d x 2d, and is exactly zero if nothing changed.
 
     Args:
         left, new_left: [..., d, D_1].
@@ -330,50 +339,57 @@ def bilinear_error(
 
 
 def _summed_error(
-    left: Projection,
-    right: Projection,
-    new_left: Projection,
-    new_right: Projection,
+    left: WeightAndBias,
+    right: WeightAndBias,
+    new_left: WeightAndBias,
+    new_right: WeightAndBias,
     heads: int,
     shared: tuple[int, int],
     head_dim: int,
 ) -> float | None:
-    """Return the relative error over all `heads`, of which each reads one of `shared` heads before and after."""
-    # Some heads at a time: float64 copies of all would outgrow the layer itself.
+    """Return the relative error over all `heads`. Each uses one of `shared` heads (before, after) on the right."""
+    # In blocks of heads, because a float64 copy of all heads would need more memory than the layer.
     block = max(1, BLOCK_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
     difference = reference = 0.0
     for indices in torch.arange(heads).split(block):
         before, after = (indices // (heads // count) for count in shared)
-        lefts = _heads(left, indices, head_dim)
-        new_lefts = lefts if unchanged else _heads(new_left, indices, head_dim)
-        terms = bilinear_error(lefts, _heads(right, before, head_dim), new_lefts, _heads(new_right, after, head_dim))
+        lefts = _select_heads(left, indices, head_dim)
+        new_lefts = lefts if unchanged else _select_heads(new_left, indices, head_dim)
+        rights, new_rights = _select_heads(right, before, head_dim), _select_heads(new_right, after, head_dim)
+        terms = bilinear_error(lefts, rights, new_lefts, new_rights)
         difference, reference = difference + terms[0], reference + terms[1]
     return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
 
 
-def _heads(projection: Projection, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the given heads as float64 matrices [W | b], [i, d, D + 1], or W if there is no bias."""
     weight, bias = projection
     heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
     if bias is None:
         return heads
-    # [W | b]: the bias is what an input of 1 is multiplied by.
+    # [W | b] acts on inputs with an additional element of 1.
     bias = bias.unflatten(0, (-1, head_dim))[indices.to(bias.device)].double()
     return torch.cat([heads, bias[..., None]], dim=-1)
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention module: heads before and after, and relative errors (None where the source's products are 0).
+    """The change of one attention module.
 
-    `change` is "same", or what happened: heads "pool" or "expand", a latent "compress" or "expand", a softmax
-    becomes a "kernel". `rank` is that of the latent which keys and values are made from, None where that is the input.
-
-    `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
-    held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit
-    `relative_error_closed_form` and `relative_error_fitted` too, and `fit_kept`: whether the fit was the better one.
-    An error is None where it is no number. Of a latent, `latent_key_energy` and `latent_value_energy` are the shares
-    that it keeps.
+    Args:
+        module: Path of the module inside the base model.
+        site: The kind of attention.
+        change: "same", or one or two of "pool" and "expand" (heads), "compress" and "expand" (latent), and "kernel".
+        key_heads, value_heads: Numbers of heads (before, after).
+        logits_relative_error, value_relative_error: Errors of weights (module docstring). None: the products of the
+            original weights are zero.
+        details: Values of the method. After a calibration: `output_relative_error` of the attention output on held-out
+            text, and `output_relative_error_averaged`, the same error with averaged heads. After a fit also
+            `relative_error_closed_form`, `relative_error_fitted`, and `fit_kept`, whether the fit was better. Errors
+            that are not finite are None. For latents, `latent_key_energy` and `latent_value_energy` are the preserved
+            shares of energy.
+        rank: Ranks of the latent (before, after). None: there is no latent.
     """
 
     module: str
@@ -389,31 +405,39 @@ class LayerReport:
 
 @dataclass
 class ConversionReport:
-    """What was converted, how, and what it changed; `save` writes it, `summary` says it in a few lines.
+    """The report of a conversion. `save` writes it, and `summary` or `print` show it in a few lines.
 
     Args:
-        source: the folder or Hub id.
-        source_revision: the Hub's commit, where there is one.
-        output_dir: where the converted checkpoint is.
-        method, seed, dtype: as given.
-        architecture: the converted model's class.
-        heads: the configuration's head counts and, where there are any, the ranks of latents, {field: [before,
-            after]}; of a field that differs by layer the values of all layers.
-        other_fields: kernels and patterns that changed, {field: [before, after]}.
-        talking_heads: the talking-heads parameters that were added, {suffix of their name: shape}; where not all
-            attentions get the same, the kind of attention stands before it.
-        layers: one row an attention module.
-        parameters: elements of all floating-point tensors stored, {"before": ..., "after": ...}.
-        kv_cache_bytes_per_token: for decoders, {site: {"before": ..., "after": ...}}, over all layers and in the dtype
-            stored; "cross" counts tokens of the encoder. None for an encoder, which has no cache, and for memory-side
-            dynamic projections, which cannot use one.
-        files_copied, files_left_out: of what lay beside the weights.
-        versions: of the packages.
-        calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
-        matching_shares: by layer, how much of a head's attention goes to a word's other occurrences, of the head with
-            the most (`keep_matching_layers`); None where it was not asked.
-        quality: how near the whole model is to its source on held-out examples; None where nothing was fitted.
-        seconds: the time that the conversion took.
+        source: The folder or Hub id of the original model.
+        source_revision: The commit on the Hub, if there is one.
+        output_dir: Folder of the converted checkpoint.
+        method, seed, dtype: The arguments of the conversion.
+        architecture: Class of the converted model.
+        heads: Head counts and ranks, {field: [before, after]}. If layers differ, the values are lists.
+        other_fields: Kernels and patterns that changed, {field: [before, after]}.
+        talking_heads: The added talking-heads parameters, {suffix of the name: shape}. If attentions differ, the kind
+            of attention precedes the suffix.
+        layers: The report of each attention module.
+        parameters: Number of elements in all stored floating-point tensors, {"before": ..., "after": ...}.
+        kv_cache_bytes_per_token: For decoders, {kind: {"before": ..., "after": ...}} over all layers in the stored
+            dtype. "cross" is per source token. None: the model is an encoder, or has dynamic talking-heads projections
+            that do not allow a cache.
+        files_copied, files_left_out: Other files of the original folder.
+        versions: Versions of the packages.
+        calibration: The settings of the calibration (`Calibration.settings`), or None without one.
+        matching_shares: For `keep_matching_layers`, one value per layer: the largest share of attention that a head
+            gives to other occurrences of the same word. None: the option was not used.
+        quality: Quality of the whole model on held-out examples. None: nothing was fitted.
+        seconds: Duration of the conversion.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert_checkpoint
+    >>> report = convert_checkpoint("google-bert/bert-base-uncased", "bert-gqa", num_key_value_heads=4)
+    >>> report.parameters["after"] < report.parameters["before"]
+    True
+    ```
     """
 
     source: str
@@ -438,35 +462,36 @@ class ConversionReport:
     seconds: float = 0.0
 
     def reduced(self) -> bool:
-        """Whether an attention has fewer heads now, a smaller latent or a kernel."""
+        """Return whether an attention has fewer heads, a smaller latent or a kernel afterwards."""
         return any({"pool", "compress", "kernel"} & set(layer.change.split(", ")) for layer in self.layers)
 
     @property
     def mean_logits_relative_error(self) -> float | None:
-        """The mean over the attention modules whose heads changed."""
+        """The mean error of the logits over the attention modules that changed."""
         return self._mean("logits_relative_error")
 
     @property
     def mean_value_relative_error(self) -> float | None:
-        """The mean over the attention modules whose heads changed."""
+        """The mean error of the values over the attention modules that changed."""
         return self._mean("value_relative_error")
 
     @property
     def mean_output_relative_error(self) -> float | None:
-        """Of the attentions' outputs on held-out text: the mean over the calibrated ones; None without calibration."""
+        """The mean output error of the calibrated attentions on held-out text, or None without a calibration."""
         return self._mean_detail("output_relative_error")
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
-        """The same error, had heads been averaged."""
+        """The mean output error that averaged heads would have."""
         return self._mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:
+        """Return the summary."""
         return self.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values: the fields, then the means, which are the properties."""
-        means = [name for name, each in vars(ConversionReport).items() if isinstance(each, property)]
+        """Return the fields and the mean errors as JSON values."""
+        means = [name for name, member in vars(ConversionReport).items() if isinstance(member, property)]
         quality = None if self.quality is None else self.quality.to_dict()
         return asdict(self) | {"quality": quality} | {name: getattr(self, name) for name in means}
 
@@ -475,22 +500,25 @@ class ConversionReport:
         (folder / REPORT_NAME).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """Return what the file holds."""
+        """Return the contents of the file."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def summary(self, attention_errors: bool = False) -> str:
-        """Return a few lines for people.
+        """Return the report in a few lines for users.
 
         Args:
-            attention_errors: say what the attentions lose, too, each alone; where the whole model was not measured
-                that is said anyway.
+            attention_errors: Whether to include the errors of the attentions. They are always included if the quality
+                of the whole model was not measured.
         """
         fields = self.heads | self.other_fields
-        changed = [f"  {name:<27} {_shown(before)} -> {_shown(after)}" for name, (before, after) in fields.items()]
+        changed = [
+            f"  {name:<27} {_format_value(before)} -> {_format_value(after)}"
+            for name, (before, after) in fields.items()
+        ]
         before, after = self.parameters["before"], self.parameters["after"]
-        how = f" ({self.method})" if self.reduced() else ""
+        method = f" ({self.method})" if self.reduced() else ""
         lines = [
-            f"Converted {self.source}{how} into {self.output_dir}",
+            f"Converted {self.source}{method} into {self.output_dir}",
             *changed,
             f"  {'parameters in the files':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
         ]
@@ -499,20 +527,20 @@ class ConversionReport:
             lines.append(f"  {'talking heads added':<27} {added}")
         if self.matching_shares is not None:
             shares = ", ".join(f"{share:.2f}" for share in self.matching_shares)
-            lines.append(f"  {'attention to the same word':<27} {shares} by layer: the largest are kept")
+            lines.append(f"  {'attention to the same word':<27} {shares} by layer; the largest layers are unchanged")
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
-            lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
+            lines.append(f"  {f'cache per token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
         if attention_errors or self.quality is None:
-            # Weights that are the same say nothing about a window or another pattern, which changes the outputs.
+            # Unchanged weights say nothing about a new attention pattern, which changes the outputs.
             is_changed = any(layer.change != "same" for layer in self.layers)
             weights = [
-                f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
-                f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
+                f"  {'relative error of logits':<27} {_format_error(self.mean_logits_relative_error)}",
+                f"  {'... of value products':<27} {_format_error(self.mean_value_relative_error)} (means over layers)",
             ]
-            lines += self._output_errors() or (weights if is_changed else [])
-        if nearer := [layer.module for layer in self.layers if layer.details.get("averaged")]:
-            value = f"in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
-            lines.append(f"  {'averaged heads kept':<27} {value}")
+            lines += self._describe_output_errors() or (weights if is_changed else [])
+        if averaged := [layer.module for layer in self.layers if layer.details.get("averaged")]:
+            value = f"in {len(averaged)} attentions, where they are better: {_shorten_list(averaged)}"
+            lines.append(f"  {'averaged heads used':<27} {value}")
         if self.quality is not None:
             value = f"{self.quality}, on {self.quality.examples} held-out examples"
             lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.shown_bound})")
@@ -521,28 +549,30 @@ class ConversionReport:
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
         return "\n".join(lines)
 
-    def _output_errors(self) -> list[str]:
-        """Return what held-out text says of the attentions' outputs; nothing where it was not asked."""
+    def _describe_output_errors(self) -> list[str]:
+        """Return lines about the errors of attention outputs on held-out text, if they were measured."""
         if self.mean_output_relative_error is None:
             return []
         averaged = self.mean_output_relative_error_averaged
-        beside = "" if averaged is None else f" (averaged heads: {_percent(averaged)})"
-        value = f"{_percent(self.mean_output_relative_error)} on held-out text{beside}"
+        comparison = "" if averaged is None else f" (averaged heads: {_format_error(averaged)})"
+        value = f"{_format_error(self.mean_output_relative_error)} on held-out text{comparison}"
         lines = [f"  {'error of attention outputs':<27} {value}"]
         fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if fits:
-            before = _percent(self._mean_detail("relative_error_closed_form"))
-            lines.append(f"  {'... by the closed form':<27} {before}, then fitted")
-        unfitted = [name for name, is_kept in fits.items() if not is_kept]
+            before = _format_error(self._mean_detail("relative_error_closed_form"))
+            lines.append(f"  {'... of the closed form':<27} {before}, before the fit")
+        unfitted = [name for name, is_fitted in fits.items() if not is_fitted]
         if unfitted:
-            value = f"in {len(unfitted)} of {len(fits)} attentions, where the fit is no better: {_few(unfitted)}"
-            lines.append(f"  {'closed form kept':<27} {value}")
+            value = f"in {len(unfitted)} of {len(fits)} attentions, where the fit is not better: "
+            lines.append(f"  {'closed form used':<27} {value}{_shorten_list(unfitted)}")
         return lines
 
     def _mean_detail(self, name: str) -> float | None:
+        """Return the mean of a value of `details` over the layers that have it."""
         return _mean_known(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
+        """Return the mean of an error over the layers that changed, or over all layers if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
         return _mean_known(getattr(layer, name) for layer in changed or self.layers)
 
@@ -554,10 +584,17 @@ def layer_report(
     after: AttentionTensors,
     stored: dict[str, torch.Tensor],
 ) -> LayerReport:
-    """Compare one attention before with what is stored of it, {tensor name: tensor}."""
+    """Return the report of one attention.
+
+    Args:
+        plan: The plan of the conversion.
+        module: The attention module.
+        before, after: Its projections.
+        stored: {name: tensor} for all tensors that are written. Their dtype can differ from that of `after`.
+    """
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
-        # Of what is stored, rounding to another dtype included.
+        # The errors include the rounding to another dtype.
         final = module.read_converted(stored.__getitem__)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
@@ -573,9 +610,16 @@ def conversion_report(
     layers: list[LayerReport],
     before: dict[str, TensorEntry],
     after: dict[str, TensorEntry],
-    **said: Any,
+    **fields: Any,
 ) -> ConversionReport:
-    """Return the report of a conversion: what the plan, the layers and all tensors stored tell, and what is `said`."""
+    """Return the report of a conversion.
+
+    Args:
+        plan: The plan of the conversion.
+        layers: The report of each attention module.
+        before, after: All stored tensors.
+        fields: The other fields of `ConversionReport`.
+    """
     return ConversionReport(
         method=plan.method.name,
         seed=plan.seed,
@@ -583,37 +627,38 @@ def conversion_report(
         architecture=plan.model_class.__name__,
         heads=plan.heads,
         other_fields=plan.other_fields,
-        talking_heads=_added_projections(plan),
+        talking_heads=_describe_new_projections(plan),
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
-        kv_cache_bytes_per_token=_cache_bytes(plan, before, after),
+        kv_cache_bytes_per_token=_compute_cache_bytes(plan, before, after),
         versions=package_versions(),
-        **said,
+        **fields,
     )
 
 
-def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the talking-heads parameters to add, as few as say it all.
+def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the new talking-heads parameters with keys that are as short as possible.
 
-    By the end of their names where each attention gets the same, else with the kind of attention before it, or, of
-    layers that differ, by their names in the checkpoint.
+    If all attentions get the same parameters, the keys are the suffixes of the names. If only attentions of the same
+    kind get the same parameters, the kind precedes the suffix. Otherwise the keys are the names in the checkpoint.
     """
-    by_site: dict[str, set[str]] = {}
+    shapes_by_site: dict[str, set[str]] = {}
     for module in plan.modules:
-        every = {name.rsplit(".", 1)[-1]: shape for name, shape in module.projections.items()}
-        by_site.setdefault(module.site.name, set()).add(json.dumps(every))
-    every_site = set().union(*by_site.values())
-    if len(every_site) == 1:
-        return {name: tuple(shape) for name, shape in json.loads(every_site.pop()).items()}
-    if all(len(texts) == 1 for texts in by_site.values()):
-        pairs = [(site, json.loads(text)) for site, texts in by_site.items() for text in texts]
-        return {f"{site} {name}": tuple(shape) for site, of_site in pairs for name, shape in of_site.items()}
+        shapes = {name.rsplit(".", 1)[-1]: shape for name, shape in module.projections.items()}
+        shapes_by_site.setdefault(module.site.name, set()).add(json.dumps(shapes))
+    all_shapes = set().union(*shapes_by_site.values())
+    if len(all_shapes) == 1:
+        return {name: tuple(shape) for name, shape in json.loads(all_shapes.pop()).items()}
+    if all(len(texts) == 1 for texts in shapes_by_site.values()):
+        pairs = [(site, json.loads(text)) for site, texts in shapes_by_site.items() for text in texts]
+        return {f"{site} {name}": tuple(shape) for site, shapes in pairs for name, shape in shapes.items()}
     return {name: shape for module in plan.modules for name, shape in module.projections.items()}
 
 
-def _cache_bytes(
+def _compute_cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
+    """Return the cache size per token before and after, by kind of attention, or None without a cache."""
     caches = []
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
@@ -621,7 +666,7 @@ def _cache_bytes(
             numbers = cached_numbers(module.site.heads(config, module.name), config.hidden_size)
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
-                numbers = 0  # a state, of one size for any number of tokens
+                numbers = 0  # Its state has the same size for any number of tokens.
             sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
         caches.append(cache_bytes_per_token(config, sizes))
     old, new = caches
@@ -631,29 +676,34 @@ def _cache_bytes(
 
 
 def _count_parameters(entries: dict[str, TensorEntry]) -> int:
+    """Return the number of elements of all floating-point tensors."""
     return sum(entry.numel for entry in entries.values() if entry.is_floating)
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of what took part in a conversion."""
+    """Return the versions of Python and of the packages that a conversion depends on."""
     packages = {"torch": torch.__version__, "transformers": version("transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
 def _mean_known(errors: Iterable[float | None]) -> float | None:
+    """Return the mean of all values except None, or None if there is no value."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a field value as text."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     return "none" if value is None else str(value)
 
 
-def _few(names: list[str]) -> str:
+def _shorten_list(names: list[str]) -> str:
+    """Return the first three names as text."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _percent(error: float | None) -> str:
+def _format_error(error: float | None) -> str:
+    """Return an error as percentage."""
     return "not defined" if error is None else f"{error:.1%}"

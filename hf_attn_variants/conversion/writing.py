@@ -1,4 +1,4 @@
-"""The converted model's tensors, and the folder that they are written into."""
+"""The tensors of a converted model, and the folder that they are written into."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -31,26 +31,32 @@ __all__ = [
     "CheckpointFolder",
     "converted_tensors",
     "generation_config",
-    "name_classes",
+    "plan_entries",
     "plan_folder",
-    "planned_entries",
+    "write_class_names",
     "write_weights",
 ]
-# How the names of tokenizers' files begin.
-TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
+# Prefixes of the names of tokenizer files.
+TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 
 
 def converted_tensors(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> dict[str, torch.Tensor]:
-    """Return every tensor of the converted model by name; `calibrated` is what `calibrate` made, by attention."""
+    """Return all tensors of the converted model, {name: tensor}.
+
+    Args:
+        plan: The plan of the conversion.
+        reader: The tensors of the original model.
+        calibrated: The projections that `calibrate` computed, by attention module; empty without a calibration.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    with _one_thread():
-        latents = {} if calibrated else _shared_latents(plan, reader)
+    with _single_thread():
+        latents = {} if calibrated else _compute_shared_latents(plan, reader)
         for module in plan.modules:
             before = module.read(reader.read)
             after = plan.convert(module, before, latents, calibrated.get(module.name))
-            tensors |= _new_tensors(plan, module, before, after)
+            tensors |= _name_tensors(plan, module, before, after)
         for name in reader.entries:
             if name not in plan.converted_names:
                 tensor = reader.read(name)
@@ -59,21 +65,22 @@ def converted_tensors(
     return tensors
 
 
-def planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
-    """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
-    stored = dtype_name(plan.dtype) if plan.dtype is not None else None
+def plan_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
+    """Return the file, the new dtype and the new shape of every tensor. The files have the same names as before."""
+    new_dtype = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
         if name in plan.converted_names and name not in shapes:
-            continue  # a latent that is no more
-        dtype = stored if stored and entry.is_floating else entry.dtype
+            continue  # the model has no such latent any more
+        dtype = new_dtype if new_dtype and entry.is_floating else entry.dtype
         entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
-        beside = entries[module.tensors["query_weight"]]
+        # New tensors go into the file of the queries and get their dtype.
+        query_entry = entries[module.tensors["query_weight"]]
         added = {name: shapes[name] for name in module.new_tensors.values() if name not in entries}
         added |= module.projections
-        entries |= {name: TensorEntry(beside.file, beside.dtype, shape) for name, shape in added.items()}
+        entries |= {name: TensorEntry(query_entry.file, query_entry.dtype, shape) for name, shape in added.items()}
     return entries
 
 
@@ -85,22 +92,32 @@ def write_weights(
     stage: Path,
     size: int,
 ) -> list[LayerReport]:
-    """Write all tensors, `size` bytes, into the planned files in `stage`, with an index if they are several."""
+    """Write all tensors, and an index if the original checkpoint has one.
+
+    Args:
+        plan, reader, calibrated: As for `converted_tensors`.
+        entries: The file, dtype and shape of every tensor (`plan_entries`).
+        stage: Folder to write into.
+        size: Size of all tensors in bytes.
+
+    Returns:
+        The report of each attention module.
+    """
     layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, entry in entries.items():
         layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
     layers = []
-    with ExitStack() as stack, _one_thread():
+    with ExitStack() as stack, _single_thread():
         progress = stack.enter_context(progress_bar(total=size, unit="B", unit_scale=True, desc="writing"))
         writers = {
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
         }
-        latents, written = {} if calibrated else _shared_latents(plan, reader), set()
+        latents, written = {} if calibrated else _compute_shared_latents(plan, reader), set()
         for module in plan.modules:
             before = module.read(reader.read)
             after = plan.convert(module, before, latents, calibrated.get(module.name))
-            tensors = _new_tensors(plan, module, before, after)
+            tensors = _name_tensors(plan, module, before, after)
             for name, tensor in tensors.items():
                 if name in written:
                     continue  # a latent that several attentions share
@@ -111,17 +128,17 @@ def write_weights(
         for name, entry in reader.entries.items():
             if name not in plan.converted_names:
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
-                chunks = _tracked(reader.chunks(name), dtype, name, progress)
+                chunks = _cast_chunks(reader.chunks(name), dtype, name, progress)
                 writers[entries[name].file].write_chunks(name, chunks)
     if reader.index_metadata is not None:
         write_index(stage / INDEX_NAME, entries, reader.index_metadata, size)
     return layers
 
 
-def _shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
-    """Find the new latents that several attentions share, where no text has said what they are; by name.
+def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
+    """Return the new latents that several attentions share, {name: latent}, computed from weights without text.
 
-    One attention is read at a time; of each a quadratic form is kept, added to those before it.
+    Only one attention is read at a time, and the quadratic forms of all attentions are added.
     """
     grams: dict[str, torch.Tensor] = {}
     ranks = {}
@@ -129,17 +146,17 @@ def _shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, tor
         if (name := module.new_latent) is not None:
             tensors = replace(module.read(reader.read), latent_weight=None)
             forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
-            # Without text all metrics are the identity, and forms add up.
+            # Without text, the metrics of all forms are the identity, so that the forms can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.new_rank
-    of_all = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
-    return {name: best_latent([form], ranks[name]) for name, form in of_all.items()}
+    forms_by_name = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
+    return {name: best_latent([form], ranks[name]) for name, form in forms_by_name.items()}
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread inside."""
-    # On matrices this small, threads wait for each other longer than they work: tenfold and more on a busy machine.
+def _single_thread() -> Iterator[None]:
+    """Use one thread in torch within this context."""
+    # For such small matrices, synchronization takes longer than the computation: ten times and more on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -148,19 +165,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _tracked(
+def _cast_chunks(
     chunks: Iterator[torch.Tensor], dtype: torch.dtype | None, name: str, progress: tqdm
 ) -> Iterator[torch.Tensor]:
+    """Yield the chunks of a tensor in a dtype (None: unchanged) and update the progress bar after each of them."""
     for chunk in chunks:
         chunk = chunk if dtype is None else cast(chunk, dtype, name)
         yield chunk
         progress.update(chunk.nbytes)
 
 
-def _new_tensors(
+def _name_tensors(
     plan: ConversionPlan, module: AttentionModule, before: AttentionTensors, after: AttentionTensors
 ) -> dict[str, torch.Tensor]:
-    """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
+    """Return the new tensors of one module by their names in the checkpoint, in the dtypes of the files."""
     tensors = {}
     for part, name in module.new_tensors.items():
         stored = getattr(before, part, None)
@@ -171,6 +189,7 @@ def _new_tensors(
 
 
 def _safetensors_name(file: str) -> str:
+    """Return the name of the safetensors file that replaces a weights file."""
     if file.endswith(".safetensors"):
         return file
     return Path(file).with_suffix(".safetensors").name.replace("pytorch_model", "model", 1)
@@ -178,16 +197,16 @@ def _safetensors_name(file: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder that is to be written.
+    """A folder that a converted checkpoint is written into.
 
     Args:
-        plan: what becomes of the tensors.
-        reader: of the source's tensors.
-        source: the source's folder.
-        config: the source's config.json.
-        output: the folder to write.
-        copied, left_out: of what lies beside the source's weights.
-        entries: where each tensor goes, with its dtype and shape.
+        plan: The plan of the conversion.
+        reader: The tensors of the original model.
+        source: Folder of the original model.
+        config: Its config.json.
+        output: Folder to write.
+        copied, left_out: The other files of the original folder that are copied, and those that are not.
+        entries: The file, dtype and shape of every tensor.
     """
 
     plan: ConversionPlan
@@ -201,23 +220,29 @@ class CheckpointFolder:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of all tensors together."""
+        """The size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     @contextmanager
-    def written(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
-        """Write weights, tokenizer, generation settings and the files beside them; give the place for what is left.
+    def write(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
+        """Write weights, tokenizer, generation settings and other files, and yield a temporary folder with them.
 
-        What the caller adds to that place, config.json at least, is in the folder too when it appears. `calibrated` is
-        what `calibrate` made, by attention.
+        The caller adds further files to the temporary folder, at least config.json. When the context ends, the
+        temporary folder is renamed to the output folder.
+
+        Args:
+            calibrated: The projections that `calibrate` computed, by attention module.
+
+        Yields:
+            The temporary folder and the report of each attention module.
 
         Raises:
-            OSError: if something cannot be written; nothing is left then.
+            OSError: if a file cannot be written. The temporary folder is then deleted.
         """
         with staged_folder(self.output) as stage:
             copy_side_files(self.source, stage, self.copied)
             layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
-            name_classes(stage, self.config)
+            write_class_names(stage, self.config)
             generation = generation_config(self.plan, self.source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
@@ -231,61 +256,63 @@ def plan_folder(
     config: dict[str, Any],
     output: Path,
     allow_pickle: bool = False,
-    travels: Callable[[str], bool] = lambda name: True,
+    should_copy: Callable[[str], bool] = lambda name: True,
 ) -> CheckpointFolder:
-    """Settle what a folder will hold.
+    """Return the description of a folder to write, after checking the disk space.
 
     Args:
-        plan, reader, source, config, output: as for `CheckpointFolder`.
-        allow_pickle: take the pickled weights of sentence-transformers modules along.
-        travels: whether a file that could be copied is to be; given its relative path.
+        plan, reader, source, config, output: As for `CheckpointFolder`.
+        allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
+        should_copy: Function that returns whether to copy a file, by its relative path.
 
     Raises:
-        OSError: if there is no room for it, or a file to copy is a link that leads nowhere.
+        OSError: if there is not enough disk space, or a file to copy is a broken link.
     """
-    beside, left_out = side_files(source, reader.files, allow_pickle)
-    copied = [name for name in beside if travels(name)]
-    left_out = sorted({*left_out, *beside} - {*copied})
-    folder = CheckpointFolder(plan, reader, source, config, output, copied, left_out, planned_entries(plan, reader))
+    available, left_out = side_files(source, reader.files, allow_pickle)
+    copied = [name for name in available if should_copy(name)]
+    left_out = sorted({*left_out, *available} - {*copied})
+    folder = CheckpointFolder(plan, reader, source, config, output, copied, left_out, plan_entries(plan, reader))
     check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))
     return folder
 
 
 def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
-    """Return how the source generates; None where nothing but the class's own defaults says it."""
+    """Return the generation settings of the original model, or None if they are the defaults of the new class."""
     if not plan.model_class.can_generate():
         return None
     if (folder / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(folder)
-    # Old checkpoints have the number of beams and the like in config.json, where this package's classes do not look.
+    # Old checkpoints have settings such as the number of beams in config.json, which the classes here do not read.
     generation = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
-    own = GenerationConfig.from_model_config(plan.config).to_dict()
-    return generation if any(own.get(name) != value for name, value in generation.to_diff_dict().items()) else None
+    defaults = GenerationConfig.from_model_config(plan.config).to_dict()
+    changes = generation.to_diff_dict()
+    return generation if any(defaults.get(name) != value for name, value in changes.items()) else None
 
 
-def name_classes(stage: Path, source: Mapping[str, Any]) -> None:
-    """Have the files of a tokenizer and of a feature extractor in a folder name their classes.
+def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
+    """Write the class names of the tokenizer and of the feature extractor into their files.
 
     Args:
-        stage: the folder.
-        source: the source's config.json, to which those files may leave it.
+        stage: The folder with these files.
+        source: The config.json of the original model, which can contain the names instead of the files.
     """
-    # Auto classes know them by upstream's `model_type`, and old tokenizers by an entry of config.json. Neither is in
-    # ours (`save_pretrained` of the configuration says why): AutoProcessor would give a Whisper's tokenizer alone.
+    # Auto classes select these classes by the `model_type` of Transformers, or by an entry of config.json for old
+    # tokenizers. The new config.json has neither (see `save_pretrained` of the configuration). Without the names,
+    # AutoProcessor would only return the tokenizer of a Whisper.
     model_type = source["model_type"]
     tokenizer = {"tokenizer_class": source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)}
     extractor = {
         "feature_extractor_type": FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type),
         "processor_class": source.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(model_type),
     }
-    if any(path.name.startswith(TOKENIZER_FILES) for path in stage.iterdir()):
-        _complete(stage / TOKENIZER_CONFIG_FILE, tokenizer)
+    if any(path.name.startswith(TOKENIZER_PREFIXES) for path in stage.iterdir()):
+        _add_missing_keys(stage / TOKENIZER_CONFIG_FILE, tokenizer)
     if (stage / FEATURE_EXTRACTOR_NAME).is_file():
-        _complete(stage / FEATURE_EXTRACTOR_NAME, extractor)
+        _add_missing_keys(stage / FEATURE_EXTRACTOR_NAME, extractor)
 
 
-def _complete(path: Path, names: Mapping[str, str | None]) -> None:
-    """Write the names that are known and that the file has not."""
+def _add_missing_keys(path: Path, names: Mapping[str, str | None]) -> None:
+    """Write those names into a JSON file that are not None and that the file does not contain."""
     settings = read_json(path) or {}
     missing = {key: name for key, name in names.items() if name is not None and settings.get(key) is None}
     if missing:

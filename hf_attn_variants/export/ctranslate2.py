@@ -15,7 +15,7 @@ from ..conversion.checkpoint.source import copy_side_files, read_config, resolve
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.writing import converted_tensors, generation_config, name_classes
+from ..conversion.writing import converted_tensors, generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -141,7 +141,7 @@ def export_ctranslate2(
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
-        name_classes(stage, {**config, "model_type": _transformers_model_type(config)})
+        write_class_names(stage, {**config, "model_type": _transformers_model_type(config)})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
         limit = max_generated_tokens(model, tokens)

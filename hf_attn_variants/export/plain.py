@@ -20,7 +20,7 @@ from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.request import checked_dtype
+from ..conversion.request import resolve_dtype
 from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
@@ -166,7 +166,7 @@ def export_transformers(
     Example:
         >>> print(export_transformers("bert-gqa4", "bert-plain").summary())
     """
-    dtype = checked_dtype(dtype)
+    dtype = resolve_dtype(dtype)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -176,7 +176,7 @@ def export_transformers(
         output_folder = plan_folder(
             plan, reader, folder, config, output, allow_pickle, partial(is_independent_of_code, folder)
         )
-        with output_folder.written({}) as (stage, _):
+        with output_folder.write({}) as (stage, _):
             upstream_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
         before, after = (

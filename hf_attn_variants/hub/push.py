@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..conversion.checkpoint.source import check_files, check_whole_model, read_config, why_not_read
+from ..conversion.checkpoint.source import check_files, check_whole_model, explain_unsafe_path, read_config
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
@@ -188,7 +188,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
                 left_out[name] = "hidden"
         elif any(name.startswith(f"{folder_name}/") for folder_name in left_out):
             continue
-        elif reason := why_not_read(path, folder):
+        elif reason := explain_unsafe_path(path, folder):
             left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
             left_out[first] = "a file of the training"

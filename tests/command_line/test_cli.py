@@ -475,8 +475,8 @@ def test_glue_trains_through_the_command(tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and that is no Hub id"),
-        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and that is no Hub id"),
+        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and it is not a Hub id"),
+        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and it is not a Hub id"),
         (
             ["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"],
             f"no folder '{os.path.expanduser('~/nosuchmodel')}'",

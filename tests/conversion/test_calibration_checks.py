@@ -57,7 +57,7 @@ def test_text_of_the_language_is_taken_without_a_word(caplog):
 
 def test_another_language_is_told_by_its_words(caplog):
     other = ["".join(reversed(text)) for text in language()]
-    assert "cuts a word of the calibration into" in said(caplog, other)
+    assert "splits a calibration word into" in said(caplog, other)
     # Formulas have no words.
     assert said(caplog, [text.replace(" ", "=") for text in other]) == ""
 
@@ -71,14 +71,14 @@ def test_names_of_code_in_a_text_of_the_language_are_not_judged(caplog):
 def test_random_tokens_are_told_by_their_number(caplog):
     generator = random.Random(0)
     drawn = [[generator.randrange(3, VOCABULARY) for _ in range(12)] for _ in range(200)]
-    assert "as of random draws" in said(caplog, language(), drawn)
+    assert "as many as random tokens" in said(caplog, language(), drawn)
 
 
 def test_repeated_and_unknown_text_is_told(caplog):
-    assert "only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
+    assert "Only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
     assert "unknown to the tokenizer" in said(caplog, language(), rows)
-    with pytest.raises(ValueError, match="100% of the calibration's tokens are unknown to the tokenizer"):
+    with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
         said(caplog, language(), [[2] * 12] * 200)
 
 
@@ -87,7 +87,7 @@ def test_a_source_that_guesses_is_told(caplog):
     check_source_loss(None, 30522)
     assert caplog.text == ""
     check_source_loss(6.0, 30522)
-    assert "loss on the calibration is 6.0 nats" in caplog.text
+    assert "loss of 6.0 nats" in caplog.text
 
 
 @pytest.mark.parametrize(("stack", "tokens"), [("encoder", 512), ("decoder", 128)])
@@ -96,8 +96,9 @@ def test_too_few_tokens_for_the_width_are_told_with_how_many_are_wanted(caplog, 
     check_amount([stack], tokens // 8, [batch])
     assert caplog.text == ""
     check_amount([stack, stack], tokens // 4, [batch])
-    assert f"the {stack} is fitted to {tokens} tokens of 8 examples, and {2 * tokens} are wanted" in caplog.text
-    assert caplog.text.count("Give some 16 examples") == 1
+    assert f"calibration of the {stack} must have at least {2 * tokens} tokens" in caplog.text
+    assert f"got {tokens} tokens in 8 examples" in caplog.text
+    assert caplog.text.count("Give about 16 such examples") == 1
     caplog.clear()
     check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio, an encoder's alone
     assert caplog.text == ""
@@ -112,7 +113,7 @@ def test_silence_and_recordings_without_words_are_told(caplog):
     assert "2 of the 4 recordings are silent" in caplog.text
     caplog.clear()
     check_audio(loud, [[5, 6], [], [], []])
-    assert "hears no words in 3 of the 4" in caplog.text
+    assert "recognizes no words in 3 of the 4" in caplog.text
 
 
 @pytest.mark.thorough

@@ -74,8 +74,8 @@ def test_writer_makes_files_that_safetensors_reads(tmp_path):
 def test_writer_refuses_what_the_header_does_not_say(tmp_path):
     writer = SafetensorsWriter(tmp_path / FILE, {"a": ("F32", (2, 2)), "b": ("F32", (1,))})
     for name, tensor, message in [
-        ("a", torch.zeros(2, 3), "announced as F32"),
-        ("a", torch.zeros(2, 2, dtype=torch.float16), "announced as F32"),
+        ("a", torch.zeros(2, 3), "'a' must be F32"),
+        ("a", torch.zeros(2, 2, dtype=torch.float16), "'a' must be F32"),
     ]:
         with pytest.raises(ValueError, match=message):
             writer.write(name, tensor)
@@ -86,7 +86,7 @@ def test_writer_refuses_what_the_header_does_not_say(tmp_path):
         writer.write("a", torch.zeros(2, 2))
     with pytest.raises(ValueError, match="bytes"):
         writer.write_chunks("b", [torch.zeros(1), torch.zeros(1)])
-    with pytest.raises(ValueError, match=r"1 tensors were not written.*'b'"):
+    with pytest.raises(ValueError, match=r"1 are missing.*'b'"):
         writer.close()
 
 
@@ -129,7 +129,7 @@ def test_an_index_stays_in_its_folder(tmp_path, shard):
 @pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": ["x"]}}'])
 def test_an_index_that_is_none(tmp_path, content):
     (tmp_path / INDEX).write_text(content)
-    with pytest.raises(ValueError, match="is not an index of shards"):
+    with pytest.raises(ValueError, match="must be an index of shards"):
         open_checkpoint(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
 
 
 def test_a_folder_without_weights(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(FileNotFoundError, match=r"must contain model\.safetensors or"):
         open_checkpoint(tmp_path)
 
 
@@ -210,7 +210,7 @@ def test_a_pickle_with_code_is_never_run(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content, message", [([1], "holds a list"), ({"a": 3}, "'a' is a int")])
+@pytest.mark.parametrize("content, message", [([1], "got list"), ({"a": 3}, "'a' must be a tensor, got int")])
 def test_a_pickle_of_something_else(tmp_path, content, message):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
@@ -220,6 +220,6 @@ def test_a_pickle_of_something_else(tmp_path, content, message):
 def test_a_cast_never_overflows_silently():
     tensor = torch.tensor([1.0, 1e5])
     assert cast(tensor, torch.bfloat16, "a").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"'a' holds numbers too large for torch\.float16"):
+    with pytest.raises(ValueError, match=r"'a' .* too large for torch\.float16"):
         cast(tensor, torch.float16, "a")
     assert torch.isinf(cast(torch.tensor([torch.inf]), torch.float16, "a")).all()

@@ -194,7 +194,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
         raise NetworkError
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
-    with pytest.raises(OSError, match="it is not in the cache, and the Hub cannot be reached"):
+    with pytest.raises(OSError, match="not in the cache and the Hub cannot be reached"):
         resolve_source("nobody/has-this-checkpoint")
 
 
@@ -216,9 +216,9 @@ def test_a_download_that_breaks_off_says_so(monkeypatch, caplog):
     files += ["3_Dense/pytorch_model.bin", "3_Dense/model.safetensors"]
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(OSError, match=r"'nobody/one' broke off \(RuntimeError: connection lost\): repeat"):
+    with pytest.raises(OSError, match=r"'nobody/one' .*\(RuntimeError: connection lost\)"):
         resolve_source("nobody/one")
-    assert "the weights of 2_Dense are pickles" in caplog.text
+    assert "pickled weights of 2_Dense" in caplog.text
 
 
 def pickled(source, shards=1):
@@ -255,22 +255,22 @@ def test_no_such_source(tmp_path):
     for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="There is no folder"):
             convert_checkpoint(name, tmp_path / "out", 4)
-    with pytest.raises(OSError, match="not in the cache, and the Hub cannot be reached"):
+    with pytest.raises(OSError, match="not in the cache and the Hub cannot be reached"):
         convert_checkpoint("someone/nothing-of-the-kind", tmp_path / "out", 4)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotADirectoryError, match="give the checkpoint's folder"):
+    with pytest.raises(NotADirectoryError, match="Give the folder of the checkpoint"):
         convert_checkpoint(tmp_path / "file", tmp_path / "out", 4)
 
 
 def test_a_link_that_leads_nowhere_is_named(make_source, tmp_path):
     source = make_source()
     (source / "vocab.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match=r"vocab.txt is a link to a file that is not there"):
+    with pytest.raises(FileNotFoundError, match=r"vocab.txt is a broken link"):
         convert_checkpoint(source, tmp_path / "out", 4)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, make_source):
     monkeypatch.chdir(make_source())
-    with pytest.raises(FileNotFoundError, match="empty name"):
+    with pytest.raises(FileNotFoundError, match="must not be empty"):
         convert_checkpoint("", tmp_path / "out", 4)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts, reorder_heads
-from hf_attn_variants.conversion.calibration.head_groups import _sample, best_groups
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
+from hf_attn_variants.conversion.calibration.head_groups import _sample_inputs, best_groups
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, compute_attention
 from hf_attn_variants.modeling.mechanisms.head_sharing import consecutive_groups
 
 pytestmark = pytest.mark.cross_product
@@ -37,7 +37,7 @@ def test_the_order_of_heads_changes_no_output(key_value_heads, with_bias):
     before, batch = attention(6, key_value_heads, with_bias), text(1)[0]
     after = reorder_heads(before, heads, groups)
     assert not torch.equal(before.query_weight, after.query_weight)
-    torch.testing.assert_close(attend(after, batch, 6)[0], attend(before, batch, 6)[0])
+    torch.testing.assert_close(compute_attention(after, batch, 6)[0], compute_attention(before, batch, 6)[0])
 
 
 @pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
@@ -58,14 +58,14 @@ def test_the_search_sees_every_layer_that_shares_an_attention():
             self.layer, self.valid = layer, torch.ones(32, 24)
 
     calls = [Call(layer) for _ in range(64) for layer in range(12)]
-    seen = [call.layer for call in _sample(calls, uses=12)]
+    seen = [call.layer for call in _sample_inputs(calls, uses=12)]
     assert len(seen) == len(set(seen)) == 11  # as many tokens as the search looks at, in as many layers
 
 
 def test_a_search_that_would_not_fit_into_memory_is_left_out(caplog):
     heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
     groups = best_groups(None, heads, [], torch.Generator())
-    assert groups == consecutive_groups(128, 8) and "would take 550 GB" in caplog.text
+    assert groups == consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
 def test_heads_that_share_already_stay_together():

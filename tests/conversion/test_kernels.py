@@ -124,9 +124,9 @@ def test_wrong_requests_are_refused_before_any_work(folder):
     for kernel, name in (("elu", "made"), ("linformer", "rows")):
         convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
-        ("made", {"attention_kernel": "favor"}, "the source has a kernel in a softmax's place.*'elu'.*'favor'"),
-        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the source has a kernel in its place"),
-        ("rows", {"max_position_embeddings": 600}, "cannot change in a model with linformer.*sums over 512"),
+        ("made", {"attention_kernel": "favor"}, "`attention_kernel` must stay 'elu'.*got 'favor'"),
+        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model has a kernel"),
+        ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings` must not change .*linformer"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel` must be"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot stand together"),
     ):
@@ -158,7 +158,7 @@ def test_some_layers_keep_their_softmax(folder, capsys):
     assert cli.main(command) == 0
     assert re.search(r"^  attention_kernel +none -> \[none, hedgehog\]$", capsys.readouterr().out, re.M)
     for values in (["hedgehog", None], ["hedgehog", "hedgehog"]):
-        with pytest.raises(ValueError, match=r"a conversion keeps: `attention_kernel` is \[None, 'hedgehog'\]"):
+        with pytest.raises(ValueError, match=r"`attention_kernel` must stay \[None, 'hedgehog'\]"):
             convert_checkpoint(
                 folder / "some", folder / "other", per_layer_values={"attention_kernel": values}, method="mean"
             )

@@ -17,13 +17,13 @@ from hf_attn_variants.conversion.attention_tensors import (
     HeadCounts,
     LatentForm,
     best_latent,
-    kept_energy,
     on_latent,
+    preserved_energy,
     rank_relation,
     weight_forms,
 )
 from hf_attn_variants.conversion.calibration.methods import latent_forms
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attention_weights, compute_attention
 
 pytestmark = pytest.mark.cross_product
 
@@ -183,7 +183,7 @@ class TestLatentsOfASourceWithLatents:
 
     def test_a_larger_one_is_refused(self):
         source = convert_model(t5(), method="mean", **self.fields)
-        with pytest.raises(ValueError, match=r"`kv_lora_rank`: a latent of rank 12 cannot become one of rank 20"):
+        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot become one of rank 20"):
             convert_model(source, kv_lora_rank=20)
 
 
@@ -245,7 +245,7 @@ def test_the_report_has_ranks_cache_errors_and_the_energy_kept(tmp_path):
 def test_weights_alone_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         convert_model(bert(), kv_lora_rank=8)
-    assert "a latent is found from the weights alone" in caplog.text and "--calibration_file" in caplog.text
+    assert "computes latents from the weights alone" in caplog.text and "--calibration_file" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         convert_model(bert(), kv_lora_rank=8, method="mean")
@@ -259,10 +259,10 @@ def test_weights_alone_are_warned_of(caplog):
     [
         ({"cross_kv_lora_rank": 33}, "33"),
         ({"cross_kv_lora_rank": 0}, "0"),
-        ({"cross_kv_lora_rnk": 4}, "did you mean `cross_kv_lora_rank`"),
+        ({"cross_kv_lora_rnk": 4}, "Did you mean `cross_kv_lora_rank`"),
         (
             {"cross_kv_lora_rank": 8, "talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "m2w"]},
-            "`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l and m2w",
+            "`cross_kv_lora_rank` must not change if `talking_heads_dynamic` contains m2l and m2w",
         ),
     ],
 )
@@ -274,7 +274,9 @@ def test_what_is_refused(fields, message):
 def test_terms_of_the_memory_keep_its_latent(tmp_path):
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
     source = convert_model(t5(), **fields)
-    with pytest.raises(ValueError, match="`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l"):
+    with pytest.raises(
+        ValueError, match="`cross_kv_lora_rank` must not change if `talking_heads_dynamic` contains m2l"
+    ):
         convert_model(source, cross_kv_lora_rank=8)
     assert convert_model(source, kv_lora_rank=8, method="mean").config.kv_lora_rank == 8
 
@@ -286,7 +288,7 @@ def test_heads_that_talk_get_a_latent_from_the_weights_alone():
     batch = T5.batch("T5ForConditionalGeneration")
     expected, found = source(**batch).logits, converted(**batch).logits
     assert float((found - expected).norm() / expected.norm()) < 0.1
-    with pytest.raises(ValueError, match="the source has talking heads"):
+    with pytest.raises(ValueError, match="talking heads of the original model"):
         convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
 
 
@@ -296,7 +298,7 @@ def test_a_tensor_of_a_latent_that_the_config_does_not_mention(tmp_path):
     for field in ("cross_kv_lora_rank", "kv_lora_rank"):
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {field: None}))
-        with pytest.raises(ValueError, match=r"has shape \[32, 8\]; with the heads that config.json gives it must be"):
+        with pytest.raises(ValueError, match=r"must have shape .* got \[32, 8\]"):
             convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
         path.write_text(json.dumps(config))
 
@@ -353,7 +355,7 @@ def test_the_best_latent_of_one_form_is_that_of_eckart_and_young():
     latent = best_latent([form], 3)
     torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
     singular = torch.linalg.svdvals(gram.T @ metric).square()
-    assert kept_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
+    assert preserved_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
 
 
 def test_without_text_the_form_is_the_error_of_the_weights_products():
@@ -377,8 +379,8 @@ def test_a_lost_part_of_the_values_changes_the_output_by_its_energy():
     changed = AttentionTensors(
         tensors.query_weight, tensors.key_weight, new.folded(torch.float32).value_weight, tensors.output_weight
     )
-    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
-    expected = (1 - kept_energy(form, latent)) * form.energy
+    difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
+    expected = (1 - preserved_energy(form, latent)) * form.energy
     # `UNSEEN` directions are in the form, and not in the text.
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
@@ -393,7 +395,7 @@ def test_a_lost_part_of_the_keys_changes_the_output_by_its_energy_to_first_order
     lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
     weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
     changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
-    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
+    difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
     expected = ((form.gram @ lost @ form.metric) * lost).sum()
     assert float(difference.double().square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.1)
 
@@ -404,7 +406,7 @@ def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
     forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     new = on_latent(tensors, best_latent([forms.value], 2), forms)
-    outputs = [attend(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
+    outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
 

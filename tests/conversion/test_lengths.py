@@ -11,7 +11,7 @@ from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, t
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration import batches
-from hf_attn_variants.conversion.calibration.batches import make_batches, whole_batches, with_lengths
+from hf_attn_variants.conversion.calibration.batches import add_text_lengths, make_batches, make_untruncated_batches
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
 
 
@@ -42,8 +42,8 @@ def test_max_length_cuts_what_is_fitted_and_not_what_is_measured(caplog):
         used, _ = make_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
     assert longest(used) <= 64
     share = sum(len(row) > 64 for row in LONG) / len(LONG)
-    assert f"{100 * share:.1f} % of the calibration's examples are cut at 64 tokens (--max_length)" in caplog.text
-    whole = whole_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
+    assert f"{100 * share:.1f} % of the calibration examples are truncated to 64 tokens (--max_length)" in caplog.text
+    whole = make_untruncated_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
     assert longest(whole) > 150
 
 
@@ -58,31 +58,31 @@ def test_the_model_s_positions_are_the_limit_and_the_cut_share_is_reported(tmp_p
         report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given())
     assert report.calibration["max_length"] == 100
     assert report.calibration["cut_share"] == pytest.approx(sum(len(row) > 100 for row in LONG) / len(LONG), abs=0.01)
-    assert "are cut at 100 tokens (the most that the model reads)" in caplog.text
+    assert "are truncated to 100 tokens (the maximum of the model)" in caplog.text
 
 
 def test_what_is_measured_is_not_joined():
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
     given = calibration(passages=True)
     assert longest(make_batches(bert(), given.tokenizer, given, draws[0])[1]) > 100
-    assert longest(whole_batches(bert(), given.tokenizer, given, draws[1])) <= 24
+    assert longest(make_untruncated_batches(bert(), given.tokenizer, given, draws[1])) <= 24
 
 
 def test_a_file_of_long_documents_is_fitted_to_as_many_tokens_as_others(monkeypatch):
     monkeypatch.setattr(batches, "FIT_TOKENS", 4000)
     used, held_out = make_batches(bert(), WordTokenizer(), given(), torch.Generator().manual_seed(0))
     assert 3000 < sum(int(batch["attention_mask"].sum()) for part in (used, held_out) for batch in part) <= 4000
-    chunks = batches.chunks_of(given(), [100] * 20 + [300] * 3, (list(range(23)), []), 500)
+    chunks = batches.group_by_length(given(), [100] * 20 + [300] * 3, (list(range(23)), []), 500)
     assert [len(rows) for _, rows in chunks] == [5, 5, 5, 5, 1, 1, 1]
 
 
 def test_targets_count_for_the_length():
     model = t5()
-    found = with_lengths(
+    found = add_text_lengths(
         given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config
     )
     assert found.whole_length > 200
-    short = with_lengths(calibration(), WordTokenizer(), model.config)
+    short = add_text_lengths(calibration(), WordTokenizer(), model.config)
     assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
 
 
@@ -103,8 +103,8 @@ def test_a_loss_on_whole_text_finds_what_cut_text_hides():
     model = convert(
         BERT.upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200), num_key_value_heads=4
     ).eval()
-    cut = with_lengths(given(max_length=64), Masking(), model.config)
-    measured = whole_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
+    cut = add_text_lengths(given(max_length=64), Masking(), model.config)
+    measured = make_untruncated_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
     outputs = SourceOutputs(model, Masking(), cut, measured)
     with torch.no_grad():
         model.bert.embeddings.position_embeddings.weight[64:, 0].add_(50)

@@ -26,7 +26,7 @@ def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
             del tensors[each]
 
     edit_tensors(source, without)
-    with pytest.raises(ValueError, match=rf"no tensor 'bert\.\S*{name}'.* would draw at random"):
+    with pytest.raises(ValueError, match=rf"no tensor 'bert\.\S*{name}'.* would initialize missing tensors randomly"):
         convert_checkpoint(source, tmp_path / "out", 4)
     assert not (tmp_path / "out").exists()
 
@@ -36,7 +36,7 @@ def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
     edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
     with caplog.at_level("WARNING", "hf_attn_variants"):
         convert_checkpoint(source, tmp_path / "out", 4)
-    assert "no 'classifier.weight', a part of AttnVariantBertForSequenceClassification" in caplog.text
+    assert "no 'classifier.weight', which is a part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
 def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):

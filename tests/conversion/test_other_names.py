@@ -77,9 +77,7 @@ def test_the_name_that_t5_had_before_is_known(tmp_path, edit_config):
 def test_the_encoder_alone_has_heads_of_its_own_field(tmp_path):
     model = transformers.T5EncoderModel(transformers.T5Config(**TINY))
     for fields in ({}, {"encoder_num_key_value_heads": 2}):
-        with pytest.raises(
-            ValueError, match=r"`num_key_value_heads` is of attentions .* give `encoder_num_key_value_heads` alone"
-        ):
+        with pytest.raises(ValueError, match=r"`num_key_value_heads` must only .* give `encoder_num_key_value_heads`"):
             convert(model, 2, **fields)
     rows = {row.name: row for row in cost_table(model.config.to_dict() | {"architectures": ["T5EncoderModel"]}).rows}
     assert rows["MQA"].fields == {"encoder_num_key_value_heads": 1}
@@ -97,10 +95,10 @@ def test_an_untied_t5_stays_untied(tmp_path):
 def test_a_class_of_another_architecture_is_named(tmp_path, edit_config):
     transformers.T5Model(transformers.T5Config(**TINY)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=["BertModel"])
-    with pytest.raises(ValueError, match="a BertModel has no `model_type` 't5'"):
+    with pytest.raises(ValueError, match=r"`model_type` 't5' .* BertModel"):
         convert(tmp_path, 2)
 
 
 def test_an_unknown_architecture_is_answered_with_upstreams_names():
-    with pytest.raises(ValueError, match=r"transformers' AlbertForMaskedLM, .*, T5Model"):
+    with pytest.raises(ValueError, match=r"AlbertForMaskedLM, .*, T5Model"):
         variant_model_class("DebertaV2Model")

@@ -5,7 +5,7 @@ import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
 from hf_attn_variants.conversion.calibration.fitting import refit_output, relative_error
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, compute_attention
 
 WIDTH, HEADS, TOKENS = 48, 4, 12
 
@@ -34,7 +34,7 @@ def heads():
 
 def outputs(tensors, inputs, noise=0.0):
     generator = torch.Generator().manual_seed(9)
-    found = [attend(tensors, batch, HEADS)[0] for batch in inputs]
+    found = [compute_attention(tensors, batch, HEADS)[0] for batch in inputs]
     return [each + noise * torch.randn(each.shape, generator=generator) for each in found]
 
 
@@ -100,10 +100,10 @@ def test_batches_of_one_are_folds_too():
 
 
 def _least_squares(tensors, inputs, targets):
-    rows = torch.cat([attend(tensors, batch, HEADS)[1][batch.valid] for batch in inputs])
+    rows = torch.cat([compute_attention(tensors, batch, HEADS)[1][batch.valid] for batch in inputs])
     missing = torch.cat(
         [
-            (target - attend(tensors, batch, HEADS)[0])[batch.valid]
+            (target - compute_attention(tensors, batch, HEADS)[0])[batch.valid]
             for batch, target in zip(inputs, targets, strict=True)
         ]
     )

@@ -9,7 +9,7 @@ import torch
 from fixtures.calibrations import WordTokenizer, bert, calibration, t5, text
 
 from hf_attn_variants.conversion import convert_checkpoint, convert_model
-from hf_attn_variants.conversion.calibration.batches import make_batches, passages
+from hf_attn_variants.conversion.calibration.batches import join_passages, make_batches
 from hf_attn_variants.hub.card import model_card
 
 TEXTS = [f"{number} is a number" for number in range(400)]
@@ -17,7 +17,7 @@ FOUR = [4] * 400  # tokens of each
 
 
 def test_every_second_text_goes_on_with_those_after_it():
-    found = passages(TEXTS, FOUR, 256)
+    found = join_passages(TEXTS, FOUR, 256)
     assert sorted(found) == list(range(0, 400, 2))
     for number, (passage, length) in found.items():
         parts = TEXTS[number:] + TEXTS[:number]
@@ -26,7 +26,7 @@ def test_every_second_text_goes_on_with_those_after_it():
 
 
 def test_as_many_are_short_as_long():
-    lengths = [length for _, length in passages(TEXTS, FOUR, 256).values()]
+    lengths = [length for _, length in join_passages(TEXTS, FOUR, 256).values()]
     assert min(lengths) >= 16 and max(lengths) <= 256
     for begin in (16, 32, 64, 128):
         assert sum(begin <= length < 2 * begin for length in lengths) == pytest.approx(50, abs=2)
@@ -35,13 +35,14 @@ def test_as_many_are_short_as_long():
 def test_text_without_spaces_is_joined_by_its_tokens():
     """A chemical formula of 60 tokens is one word: 256 of them were joined, and tokenized for a minute."""
     texts, counts = ["CC(=O)Oc1ccccc1C(=O)O" * 3] * 400, [60] * 400
-    assert max(passage.count(" ") for passage, _ in passages(texts, counts, 256).values()) == 4
-    assert all(len(passage.split()) > 1 for passage, _ in passages(texts, counts, 256).values())  # others stay whole
+    assert max(passage.count(" ") for passage, _ in join_passages(texts, counts, 256).values()) == 4
+    found = join_passages(texts, counts, 256).values()
+    assert all(len(passage.split()) > 1 for passage, _ in found)  # others stay whole
 
 
 def test_few_texts_and_few_positions():
-    assert passages(["a b", "c"], [2, 1], 64) == {0: ("a b c", 16)}
-    assert all(length == 9 for _, length in passages(TEXTS, FOUR, 9).values())
+    assert join_passages(["a b", "c"], [2, 1], 64) == {0: ("a b c", 16)}
+    assert all(length == 9 for _, length in join_passages(TEXTS, FOUR, 9).values())
 
 
 def tokens(model, **changes):
@@ -78,9 +79,9 @@ def test_no_passage_to_fit_to_has_held_out_text():
 
 
 def test_passages_where_they_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="`passages` are for encoders; AttnVariantT5ForConditionalGeneration has a"):
+    with pytest.raises(ValueError, match=r"`passages` .* AttnVariantT5ForConditionalGeneration"):
         convert_model(t5(), 2, calibration=calibration(passages=True))
-    with pytest.raises(ValueError, match="`passages` are made of single texts"):
+    with pytest.raises(ValueError, match="`passages` must only be True for single texts"):
         calibration(passages=True, target_texts=text())
 
 

@@ -15,9 +15,9 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
-from hf_attn_variants.conversion.calibration.batches import whole_batches, with_lengths
-from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _differences
-from hf_attn_variants.conversion.calibration.source_outputs import _runaway as runaway
+from hf_attn_variants.conversion.calibration.batches import add_text_lengths, make_untruncated_batches
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_differences
+from hf_attn_variants.conversion.calibration.source_outputs import _count_runaway as runaway
 from hf_attn_variants.conversion.report import (
     BOUNDS,
     ModelNotKeptError,
@@ -42,8 +42,8 @@ def source_outputs(model, **changes):
 
 
 def outputs_of(model, given):
-    given = with_lengths(given, given.tokenizer, model.config)
-    held_out = whole_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    given = add_text_lengths(given, given.tokenizer, model.config)
+    held_out = make_untruncated_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     return SourceOutputs(model, given.tokenizer, given, held_out)
 
 
@@ -94,7 +94,7 @@ def test_outputs_that_are_no_numbers_are_not_kept():
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
     found = outputs.compared_with(model)
-    assert found.value is None and not found.is_kept and "not numbers" in str(found)
+    assert found.value is None and not found.is_kept and "not finite" in str(found)
 
 
 def test_texts_that_do_not_end_are_told_from_words_that_changed():
@@ -104,9 +104,7 @@ def test_texts_that_do_not_end_are_told_from_words_that_changed():
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
     assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
     found = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
-    assert "60.0% of the tokens" in str(found) and "in 1 of 10 examples it writes more than twice as much" in str(
-        found
-    )
+    assert "60.0% of its generated tokens" in str(found) and "for 1 of 10 examples" in str(found)
     assert Quality.of(found.to_dict()) == found
     before = {name: value for name, value in found.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
     assert Quality.of(before).runaway == 0
@@ -125,7 +123,7 @@ def test_examples_that_are_alike_say_nothing():
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
     found = outputs_of(model, given).compared_with(model)
     assert found.alike and found.value is None and found.verdict == "inconclusive"
-    assert str(found) == "the original model gives all examples one embedding, so there is nothing to compare"
+    assert str(found) == "the original model gives all examples one embedding, so that the models cannot be compared"
     assert str(Quality.of(found.to_dict())) == str(found)
 
 
@@ -140,8 +138,8 @@ def test_text_that_the_source_does_not_know_says_nothing(caplog):
     assert found.value == pytest.approx(0, abs=1e-5) and found.losses[0] > 1.05 * math.log(WORDS)
     assert found.unknown and not found.is_kept and found.verdict == "inconclusive"
     check_kept(found, strict=False)
-    assert "the conversion is inconclusive: the original model has a loss of" in caplog.text
-    with pytest.raises(ModelNotKeptError, match="more than a guess has"):
+    assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
+    with pytest.raises(ModelNotKeptError, match="more than that of a random guess"):
         check_kept(found, strict=True)
     assert Quality.of(found.to_dict()).verdict == "inconclusive"
 
@@ -217,7 +215,7 @@ def test_a_tagger_that_finds_nothing_is_outside_tolerance():
     model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
     same = outputs.compared_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
-    tags = torch.cat(outputs._own["predictions"])
+    tags = torch.cat(outputs._source_outputs["predictions"])
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
     found = outputs.compared_with(model)
@@ -233,11 +231,11 @@ def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolera
     outputs = outputs_of(model, dataclasses.replace(given, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
     assert any(is_rare)
-    outputs._own = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
-    outputs._outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
+    outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
+    outputs._compute_outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
     found = outputs.compared_with(model)
     assert (found.value, found.verdict, found.is_rare) == (1.0, "outside tolerance", True)
-    outputs._own = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
+    outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
     assert outputs.compared_with(model).value == 0.5  # none is so frequent: all examples count
 
 
@@ -246,9 +244,9 @@ def labels(source, converted):
     _, outputs = source_outputs(
         BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
-    outputs._has_most = source.float().mean(0) > 0.5
-    outputs._measure, outputs._own = "predictions", {"predictions": list(source)}
-    found, counts = outputs._compared({"predictions": list(converted)})
+    outputs._is_frequent = source.float().mean(0) > 0.5
+    outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
+    found, counts = outputs._compare({"predictions": list(converted)})
     return float(found.sum() / counts.sum())
 
 
@@ -285,10 +283,10 @@ def test_of_examples_that_get_no_label_the_scores_are_compared():
 
 def test_the_error_of_scores_is_the_share_of_their_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
-    found, counts = _differences("scores", scores, others)
+    found, counts = _compute_differences("scores", scores, others)
     assert float(found.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
-    assert text == "its scores have an error of 28.6% of the variance of the original's"
+    assert text == "the error of its scores is 28.6% of the variance of the original's"
     assert "one score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
 
 
@@ -346,7 +344,7 @@ def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
 
 
 def test_strict_needs_something_to_measure_on(tmp_path):
-    with pytest.raises(ValueError, match="give a calibration"):
+    with pytest.raises(ValueError, match=r"`strict` .*`calibration`"):
         convert(bert(), 2, method="mean", strict=True)
 
 

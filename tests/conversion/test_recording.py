@@ -1,4 +1,4 @@
-"""What is recorded of attentions, patterns among them; and `attend` on it against the plain formula."""
+"""What is recorded of attentions, patterns among them; and `compute_attention` on it against the plain formula."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from torch import nn
 from hf_attn_variants.conversion.attention_tensors import AttentionTensors
 from hf_attn_variants.conversion.calibration.recording import (
     AttentionInputs,
-    attend,
     attention_weights,
-    recorded_inputs,
+    compute_attention,
+    record_inputs,
 )
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.plan import make_plan
@@ -66,10 +66,10 @@ def test_fused_attention_is_the_plain_formula(mask, with_bias, memory_length, kv
         parts = {name: getattr(attention, name).clone().requires_grad_() for name in names}
         given = replace(attention, **parts)
         if fused:
-            output = attend(given, inputs, HEADS)[0]
+            output = compute_attention(given, inputs, HEADS)[0]
         else:
             weights = attention_weights(given, inputs, HEADS)
-            values = nn.functional.linear(inputs.memory, parts["value_weight"], parts["value_bias"])
+            values = nn.functional.linear(inputs.key_value_states, parts["value_weight"], parts["value_bias"])
             values = values.unflatten(-1, (kv_heads, HEAD_DIM)).repeat_interleave(HEADS // kv_heads, dim=2)
             context = torch.einsum("bhnm,bmhd->bnhd", weights, values).flatten(2)
             output = nn.functional.linear(context, parts["output_weight"])
@@ -126,7 +126,7 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)
     paths = [module.name for module in plan.reduced]
-    calls = recorded_inputs(model, paths, [batch])
+    calls = record_inputs(model, paths, [batch])
     expected = contexts_of(model, batch)
     patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).reach}
     assert patterned and patterned <= {*paths} <= expected.keys()
@@ -134,7 +134,7 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
         tensors = module.read(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])
         for inputs, context in zip(calls[module.name], expected[module.name], strict=True):
-            found = attend(tensors, inputs, module.heads.query)[1]
+            found = compute_attention(tensors, inputs, module.heads.query)[1]
             valid = inputs.valid[..., : context.shape[1]]
             torch.testing.assert_close(found[valid], context[valid], atol=2e-5, rtol=2e-5)
 

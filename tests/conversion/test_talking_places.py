@@ -12,7 +12,7 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.plan import why_not_calibrated
+from hf_attn_variants.conversion.plan import explain_not_calibrated
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.hub.heads_diagram import heads_diagram
@@ -79,10 +79,10 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
         {"cross_talking_heads": "both"},
         {"cross_talking_heads": "logits"},
     ):
-        with pytest.raises(ValueError, match=r"has talking heads already \('logits'\).*`cross_talking_heads`"):
+        with pytest.raises(ValueError, match=r"already has talking heads \('logits'\).*`cross_talking_heads`"):
             convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
-    why = why_not_calibrated(SimpleNamespace(source_config=two.config))
-    assert "weights sum to one; the source has talking heads ('logits')" in why
+    why = explain_not_calibrated(SimpleNamespace(source_config=two.config))
+    assert "talking heads of the original model ('logits')" in why
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
         (
             HEAD,
             {"cross_talking_heads": "none"},
-            "nothing to convert: `cross_talking_heads` is 'none', and no heads",
+            "`cross_talking_heads` must select .* got 'none'",
         ),
         (
             HEAD,
             {"cross_talking_heads": "weights", "cross_talking_heads_init": "random", "cross_num_value_heads": 6},
-            r"a conversion keeps the value heads: the source has 12, the new config 6 \(`cross_num_value_heads`",
+            r"`cross_num_value_heads` must stay 12.* got 6",
         ),
         (
             HEAD,
@@ -107,17 +107,17 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
                 "encoder_num_softmax_heads": 6,
                 "encoder_num_value_heads": 12,
             },
-            r"keeps the softmax heads of a T5, .* has 12, the new config 6 \(`encoder_num_softmax_heads`\)",
+            r"`encoder_num_softmax_heads` must stay 12 .* got 6",
         ),
         (
             HEAD,
             {"cross_kv_lora_rank": 8, "cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]},
-            "`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l",
+            "`cross_kv_lora_rank` must not change if `talking_heads_dynamic` contains m2l",
         ),
         (
             "T5EncoderModel",
             {"cross_talking_heads": "both"},
-            "is of attentions that AttnVariantT5EncoderModel does not",
+            "`cross_talking_heads` must only .* AttnVariantT5EncoderModel",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
-from hf_attn_variants.conversion.calibration.examples import load_audio, transcribed
+from hf_attn_variants.conversion.calibration.examples import generate_transcripts, load_audio
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.inspection.frontier.held_out import held_out_text
 from hf_attn_variants.inspection.frontier.measure import (
@@ -475,7 +475,7 @@ def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsy
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
-        ids = transcribed(source, {"input_features": features}, 224)["decoder_input_ids"]
+        ids = generate_transcripts(source, {"input_features": features}, 224)["decoder_input_ids"]
         with torch.no_grad():
             logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
         places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]

@@ -55,7 +55,7 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
         (["--num_key_value_heads", "4", "--encoder_num_key_value_heads", "2"], "encoder_num_key_value_heads"),
         (
             [],
-            "nothing to convert: give one of `num_key_value_heads`, `kv_lora_rank`, `talking_heads`",
+            "nothing to convert. Give one of `num_key_value_heads`, `kv_lora_rank`, `talking_heads`",
         ),
         (["--seed", "1"], "`per_layer_values` (each is a flag of the command, too)."),
     ],

@@ -99,15 +99,18 @@ def test_an_adapter_alone_is_named_as_one(name, folder, call):
     for file in ("model.safetensors", "config.json"):
         (folder / file).unlink()
     status, error = call(name, folder)
-    assert status == 2 and "holds an adapter alone, and no model" in error, error
+    assert status == 2 and "got only an adapter" in error, error
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         (["config.json", "pytorch_model.bin"], "someone/model: pytorch_model.bin is a pickle"),
-        (["adapter_config.json", "adapter_model.bin"], "someone/model holds an adapter alone, and no model"),
-        (["config.json", "model.safetensors", "adapter_config.json"], "someone/model holds an adapter beside"),
+        (["adapter_config.json", "adapter_model.bin"], "someone/model must be a model without an adapter, got only"),
+        (
+            ["config.json", "model.safetensors", "adapter_config.json"],
+            "someone/model must be a model without an adapter, got an adapter next to",
+        ),
     ],
 )
 def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monkeypatch):
@@ -178,7 +181,7 @@ def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_
 
 
 def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
-    from hf_attn_variants.conversion.checkpoint.source import why_not_read
+    from hf_attn_variants.conversion.checkpoint.source import explain_unsafe_path
 
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text(SECRET)
@@ -187,7 +190,7 @@ def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path)
     snapshot.mkdir(parents=True)
     (repository / "blobs").symlink_to(tmp_path / "etc")
     (snapshot / "notes.txt").symlink_to("../../blobs/passwd")
-    assert "a link that leads out of the folder" in why_not_read(snapshot / "notes.txt", snapshot)
+    assert "a link that leads out of the folder" in explain_unsafe_path(snapshot / "notes.txt", snapshot)
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner"])

@@ -1,1 +1,1 @@
-"""Text, or audio, through the source model; a tenth of it is held out before anything is fitted."""
+"""Calibration: the attentions of the original model are recorded on text or audio, and new ones are fitted to them."""

@@ -1,4 +1,4 @@
-"""Batches of a model's inputs for calibration, and warnings about texts or audio that look unsuitable."""
+"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable."""
 
 import logging
 import math
@@ -22,146 +22,152 @@ __all__ = [
     "IGNORED",
     "MIN_TOKENS",
     "Batch",
+    "add_text_lengths",
     "check_amount",
     "check_audio",
     "check_source_loss",
     "check_targets",
     "check_texts",
-    "chunks_of",
-    "continuations",
-    "drawn_parts",
-    "from_generated",
+    "drop_encoder_outputs",
+    "generate_targets",
+    "get_generated_tokens",
+    "group_by_length",
+    "join_passages",
     "make_batches",
-    "own_targets",
-    "padded",
-    "passages",
-    "read_by_decoder",
-    "read_by_encoder",
+    "make_decoder_arguments",
+    "make_next_token_labels",
+    "make_untruncated_batches",
+    "pad_rows",
     "reads_passages",
-    "tokens_of",
-    "whole_batches",
-    "with_lengths",
-    "written_tokens",
+    "reuse_encoder_outputs",
+    "split_examples",
+    "tokenize_texts",
 ]
 
 logger = logging.getLogger(__name__)
 
-# Tokens for each number of a hidden state, of which a regression of the outputs has as many unknowns.
-WANTED = 8
-# With fewer tokens the language is not judged.
-LEAST_TOKENS = 1000
-# Tokens of a word of letters: English has 1.0 to 1.4 in English tokenizers, also beside code, and German 1.9. Names
-# and numbers of code are cut into many pieces in any language, so they are not judged.
-PIECES = 1.65
-# Text whose words are longer on average has none: formulas, sequences of letters.
-LONGEST_WORD = 12.0
-# So many words are enough to judge the language by.
-MOST_WORDS = 4096
-# Different tokens, as a share of those of uniform draws: text has 0.1 to 0.3, random tokens 0.9.
-DISTINCT = 0.6
-# Of the tokens: what is told, and what is refused.
-UNKNOWN, MOSTLY_UNKNOWN = 0.05, 0.9
-# Of the loss of a guess, ln(vocabulary): a source that is hardly better does not know this kind of text.
-LOSS = 0.5
-# As a part of the full range: -60 dB.
-SILENT = 1e-3
-# This part of the examples is silent, or the same as others, before a warning says so.
-MANY = 0.25
+# Number of tokens to fit to per element of a hidden state. A regression of the outputs has one unknown per element.
+TOKENS_PER_DIMENSION = 8
+# The language is only checked if there are at least this many tokens.
+MIN_CHECKED_TOKENS = 1000
+# Maximum number of tokens per word of letters. English has 1.0 to 1.4 with English tokenizers, also next to code.
+# German has 1.9. Names and numbers in code have many tokens in all languages, so they are not checked.
+MAX_TOKENS_PER_WORD = 1.65
+# Text with longer words on average has no real words: for example formulas and sequences of letters.
+MAX_WORD_LENGTH = 12.0
+# Number of words that are enough to check the language.
+MAX_WORDS = 4096
+# Maximum number of distinct tokens relative to uniform draws. Text has 0.1 to 0.3, random tokens have 0.9.
+MAX_DISTINCT_SHARE = 0.6
+# Shares of unknown tokens that cause a warning and an error.
+WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
+# Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. With a larger loss, the
+# model does not know this kind of text.
+MAX_LOSS_SHARE = 0.5
+# Loudness below which a recording is silent, relative to full scale: -60 dB.
+SILENCE = 1e-3
+# Share of silent or duplicate examples that causes a warning.
+WARN_SHARE = 0.25
 
 
 def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Warn if the attentions of a stack read fewer tokens than they should be fitted to.
+    """Warn if the fitted attentions of an encoder or a decoder read too few tokens.
 
     Args:
-        stacks: "encoder", "decoder" or both: those with attentions that are fitted.
-        width: numbers of a hidden state.
-        batches: the model's arguments for the examples that are fitted to.
+        stacks: "encoder", "decoder" or both, for the attentions that are fitted.
+        width: Size of a hidden state.
+        batches: Model inputs for the examples to fit to.
     """
-    wanted = WANTED * width
+    min_tokens = TOKENS_PER_DIMENSION * width
     for stack in dict.fromkeys(stacks):
         name = "decoder_attention_mask" if stack == "decoder" else "attention_mask"
         masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
         known = [mask for mask in masks if mask is not None]
         if len(known) < len(masks):
-            continue  # audio: each file is a window of many positions
+            continue  # Audio has no mask: each file is a window with many positions.
         tokens, examples = sum(int(mask.sum()) for mask in known), sum(map(len, known))
-        if tokens < wanted:
+        if tokens < min_tokens:
             logger.warning(
-                "the %s is fitted to %d tokens of %d examples, and %d are wanted (%d for each of the %d numbers of a "
-                "hidden state): what is fitted to few holds less for others. Give some %d examples like these.",
+                "The calibration of the %s must have at least %d tokens (%d for each of the %d elements of a hidden "
+                "state), got %d tokens in %d examples. The model can lose quality on other text. Give about %d such "
+                "examples.",
                 stack,
+                min_tokens,
+                TOKENS_PER_DIMENSION,
+                width,
                 tokens,
                 examples,
-                wanted,
-                WANTED,
-                width,
-                -(-wanted * examples // max(1, tokens)),
+                -(-min_tokens * examples // max(1, tokens)),
             )
 
 
 def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """Warn of texts that look like no text of a tokenizer's language, or are mostly the same.
+    """Warn about texts that do not look like text in the language of the tokenizer, or are mostly duplicates.
 
     Args:
-        tokenizer: the model's.
-        texts: the examples, or pairs of texts.
-        encoded: the numbers of their tokens.
-        vocabulary: how many tokens the model has.
+        tokenizer: The tokenizer of the model.
+        texts: The examples, or pairs of texts.
+        encoded: The token ids of the examples.
+        vocabulary: Number of tokens in the vocabulary of the model.
 
     Raises:
-        ValueError: if hardly a token is known: whatever comes out would count as kept.
+        ValueError: if almost all tokens are unknown, because any converted model would seem to be good.
     """
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
-    if (different := len(set(joined))) < (1 - MANY) * len(joined):
-        logger.warning("only %d of the %d calibration texts are different.", different, len(joined))
+    if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
+        message = "Only %d of the %d calibration texts are different. Give other texts."
+        logger.warning(message, distinct_texts, len(joined))
     special, unknown = set(tokenizer.all_special_ids), getattr(tokenizer, "unk_token_id", None)
     rows = [[token for token in row if token not in special or token == unknown] for row in encoded]
     tokens = [token for row in rows for token in row]
-    if len(tokens) < LEAST_TOKENS:
+    if len(tokens) < MIN_CHECKED_TOKENS:
         return
     share = sum(token == unknown for token in tokens) / len(tokens)
-    if share > MOSTLY_UNKNOWN:
-        raise ValueError(f"{share:.0%} of the calibration's tokens are unknown to the tokenizer: is it the model's?")
-    if share > UNKNOWN:
-        message = "%.0f %% of the calibration's tokens are unknown to the tokenizer: is it the model's?"
+    if share > MAX_UNKNOWN_SHARE:
+        raise ValueError(
+            f"{share:.0%} of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
+        )
+    if share > WARN_UNKNOWN_SHARE:
+        message = "%.0f %% of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
         logger.warning(message, 100 * share)
-    drawn = vocabulary * -math.expm1(-len(tokens) / vocabulary)  # different ones among as many uniform draws
-    if vocabulary > len(tokens) / 8 and (distinct := len(set(tokens))) > DISTINCT * drawn:
+    # The expected number of distinct tokens among as many uniform draws.
+    uniform = vocabulary * -math.expm1(-len(tokens) / vocabulary)
+    if vocabulary > len(tokens) / 8 and (distinct := len(set(tokens))) > MAX_DISTINCT_SHARE * uniform:
         logger.warning(
-            "the calibration's %d tokens are %d different ones, as of random draws, and text repeats its words: is it "
-            "the model's kind of text?",
+            "The %d calibration tokens contain %d different ones, almost as many as random tokens. Check that the "
+            "texts are of the kind that the model reads.",
             len(tokens),
             distinct,
         )
     words = [word for text in joined for word in text.split()]
-    if sum(map(len, words)) > LONGEST_WORD * len(words):
+    if sum(map(len, words)) > MAX_WORD_LENGTH * len(words):
         return
-    words = [word for word in map(_plain_word, words) if word][:MOST_WORDS]
-    if len(words) < LEAST_TOKENS / 4:
+    words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
+    if len(words) < MIN_CHECKED_TOKENS / 4:
         return
-    cut = tokenizer(words, truncation=True, max_length=MOST_WORDS)["input_ids"]
-    pieces = sum(token not in special or token == unknown for row in cut for token in row) / len(words)
-    if pieces > PIECES:
+    word_tokens = tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"]
+    pieces = sum(token not in special or token == unknown for row in word_tokens for token in row) / len(words)
+    if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
-            "the tokenizer cuts a word of the calibration into %.1f tokens on average, and those of its own language "
-            "into less than %.1f: is it text of the model's language?",
+            "The tokenizer splits a calibration word into %.1f tokens on average, and words of its own language into "
+            "less than %.1f. Check that the texts are in the language of the model.",
             pieces,
-            PIECES,
+            MAX_TOKENS_PER_WORD,
         )
 
 
-def _plain_word(text: str) -> str:
-    """Return a word of letters without the punctuation around it; "" for names of code, numbers and formulas."""
+def _normalize_word(text: str) -> str:
+    """Return a word of letters without surrounding punctuation, or "" for names in code, numbers and formulas."""
     word = text.strip(string.punctuation)
     return word if word.isalpha() and (word[1:].islower() or word[1:].isupper() or len(word) == 1) else ""
 
 
 def check_source_loss(loss: float | None, vocabulary: int) -> None:
-    """Warn if the source itself knows little of what the calibration is: `loss` in nats a token."""
-    if loss is not None and loss > LOSS * math.log(vocabulary):
+    """Warn if the original model does not know this kind of text. `loss` is its loss in nats per token."""
+    if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
         logger.warning(
-            "the source's own loss on the calibration is %.1f nats a token, and a guess among its %d tokens has %.1f: "
-            "is it the model's kind of text?",
+            "The original model has a loss of %.1f nats per token on the calibration, and a random guess among its %d "
+            "tokens has %.1f. Check that the texts are of the kind that the model reads.",
             loss,
             vocabulary,
             math.log(vocabulary),
@@ -169,77 +175,83 @@ def check_source_loss(loss: float | None, vocabulary: int) -> None:
 
 
 def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]]) -> None:
-    """Warn of recordings that are silent, or in which the model hears no words.
+    """Warn about recordings that are silent, or in which the model recognizes no words.
 
     Args:
-        loudness: of each file, the root mean square of its samples in [-1, 1].
-        transcripts: of each file, the tokens that the model writes; none for an encoder alone.
+        loudness: Root mean square of the samples of each file, which are in [-1, 1].
+        transcripts: The generated tokens of each file; empty for an encoder-only model.
     """
-    silent = int((np.array(loudness) < SILENT).sum())
-    if silent > MANY * len(loudness):
-        message = "%d of the %d recordings are silent (below %.3f of the full range)."
-        logger.warning(message, silent, len(loudness), SILENT)
+    silent = int((np.array(loudness) < SILENCE).sum())
+    if silent > WARN_SHARE * len(loudness):
+        message = "%d of the %d recordings are silent (below %.3f of full scale). Give other recordings."
+        logger.warning(message, silent, len(loudness), SILENCE)
     empty = sum(not tokens for tokens in transcripts)
-    if empty > MANY * len(loudness):
-        logger.warning("the model hears no words in %d of the %d recordings: is it speech?", empty, len(loudness))
+    if empty > WARN_SHARE * len(loudness):
+        message = "The model recognizes no words in %d of the %d recordings. Check that they contain speech."
+        logger.warning(message, empty, len(loudness))
 
 
-# Tokens of the shortest passage; single texts are shorter.
-SHORTEST = 16
+# Minimum number of tokens in a passage. Single texts can be shorter.
+MIN_PASSAGE_LENGTH = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-# Below this there is nothing to fit to; how many are wanted, `calibration_checks.check_amount` says.
+# Minimum number of tokens of a calibration. `check_amount` warns if there are fewer than recommended.
 MIN_TOKENS = 100
-# A text is much shorter than what the model reads where it has less than its positions by this.
-FEW_POSITIONS = 4
-# Tokens that are read at once while new heads are fitted, and, with the logits of a vocabulary, when a model is
-# measured.
+# Texts are called short if the longest one, times this number, is still below the positions of the model.
+SHORT_TEXT_FACTOR = 4
+# Maximum number of tokens in a batch during the fit, and during measurements, which also need logits.
 BATCH_TOKENS, MEASURED_BATCH_TOKENS = 8192, 4096
-# No text has as many tokens.
-UNCUT = 2**30
-# In a generation configuration: what an output begins with that the model has no choice about. Whisper's are the last.
+# More tokens than any text has.
+UNLIMITED = 2**30
+# Fields of a generation configuration with tokens that the model does not choose. The last ones are for Whisper.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
-# In a batch: what the encoder made of it, [b, m, D], where that is known already.
+# Key of a batch for the encoder outputs, [b, m, D], if they are already known.
 ENCODER_OUTPUTS = "encoder_outputs"
-# In labels: nothing is to be predicted.
+# The label of tokens that are not predicted.
 IGNORED = -100
-# What an encoder reads that is as large as what it makes of it.
-FEATURES = "input_features"
+# Key of a batch for the audio features, which are as large as the encoder outputs.
+AUDIO_FEATURES = "input_features"
 Batch = dict[str, torch.Tensor]
-Parts = tuple[list[int], list[int]]
+# Indices of the examples to fit to, and of the held-out examples.
+ExampleSplit = tuple[list[int], list[int]]
 
 
 def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> bool:
-    """Return whether half of a calibration's texts go on with those after them.
+    """Return whether half of the texts of a calibration are continued with the texts after them.
 
     Raises:
-        ValueError: if that is asked for, and the model has a decoder beside its encoder.
+        ValueError: if `passages` is True and the model is an encoder-decoder.
     """
     has_both = decoder_input(model_class, config) is not DecoderInput.NOTHING
     if calibration.passages and has_both:
         raise ValueError(
-            f"`passages` are for encoders; {model_class.__name__} has a decoder too, which would have to answer them."
+            f"`passages` must not be True for {model_class.__name__}, because its decoder would need targets for "
+            "them. Leave it out."
         )
     return calibration.can_be_passages and not has_both and calibration.passages is not False
 
 
-def passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
-    """Return what every second text becomes: itself with the texts after it, and the tokens at which that is cut.
+def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
+    """Join every second text with the texts after it.
 
-    The logarithms of these lengths are spread evenly between those of `SHORTEST` and `longest`. A text that is as long
-    as its passage would be stays as it is.
+    The lengths of the passages are spread evenly on a logarithmic scale between `MIN_PASSAGE_LENGTH` and `longest`. A
+    text that is at least as long as its passage stays unchanged.
 
     Args:
-        texts: the texts.
-        counts: the tokens of each, without special ones. Words would not do: Chinese and chemical formulas have none.
-        longest: the tokens of the longest passage.
+        texts: The texts.
+        counts: Number of tokens of each text without special tokens. Words cannot be counted instead, because Chinese
+            text and chemical formulas have none.
+        longest: Maximum number of tokens in a passage.
+
+    Returns:
+        {index of the first text: (passage, number of tokens at which it is truncated)}
     """
-    shortest = min(SHORTEST, longest)
+    shortest = min(MIN_PASSAGE_LENGTH, longest)
     joined = {}
     for i in range(0, len(texts), 2):
-        # Multiples of the golden ratio, modulo 1, are even over any stretch of texts, and nothing is drawn.
+        # Multiples of the golden ratio modulo 1 are spread evenly over any range of texts without random numbers.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
         parts, tokens = [texts[i]], counts[i]
-        # After the last text comes the first, and none comes twice.
+        # The first text follows the last one, and no text is used twice in a passage.
         for following in range(1, len(texts)):
             if tokens >= length:
                 break
@@ -250,107 +262,120 @@ def passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[
     return joined
 
 
-def with_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
-    """Return a calibration that knows how long its texts are; warn of those that are cut.
+def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
+    """Return a calibration with `whole_length` and `cut_share`. Warn if texts are truncated.
 
     Args:
-        calibration: of texts; one of audio is returned as it is.
-        tokenizer: the model's.
-        config: of the model that reads the texts.
+        calibration: A calibration. If it has audio or already has lengths, it is returned unchanged.
+        tokenizer: Tokenizer of the model.
+        config: Configuration of the model that reads the texts.
     """
     if calibration.audio is not None or calibration.whole_length is not None:
         return calibration
-    counts = list(map(len, tokens_of(config, tokenizer, calibration.texts, UNCUT)[0]))
+    counts = list(map(len, tokenize_texts(config, tokenizer, calibration.texts, UNLIMITED)[0]))
     if calibration.target_texts is not None:
-        targets = tokenizer(text_target=list(calibration.target_texts), truncation=True, max_length=UNCUT)
+        targets = tokenizer(text_target=list(calibration.target_texts), truncation=True, max_length=UNLIMITED)
         counts = [max(count, len(ids)) for count, ids in zip(counts, targets["input_ids"], strict=True)]
-    limit: Any = longest_input(config) or getattr(tokenizer, "model_max_length", UNCUT)
-    whole = min(max(counts), limit if limit < UNCUT else LONGEST)
+    limit: Any = longest_input(config) or getattr(tokenizer, "model_max_length", UNLIMITED)
+    whole = min(max(counts), limit if limit < UNLIMITED else LONGEST)
     length: int = whole if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
     if share:
-        why = "--max_length" if length < whole else "the most that the model reads"
-        message = "%.1f %% of the calibration's examples are cut at %d tokens (%s); the longest has %d."
-        logger.warning(message, 100 * share, length, why, max(counts))
+        reason = "--max_length" if length < whole else "the maximum of the model"
+        message = "%.1f %% of the calibration examples are truncated to %d tokens (%s). The longest has %d tokens."
+        logger.warning(message, 100 * share, length, reason, max(counts))
     return replace(calibration, whole_length=whole, cut_share=share)
 
 
 def make_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> tuple[list[Batch], list[Batch]]:
-    """Make batches of texts of similar length: of those to fit to, and of those that are held out.
+    """Make batches of texts with similar lengths.
 
     Args:
-        generator: draws the texts that are held out.
+        model: The original model. It generates missing targets.
+        tokenizer: Its tokenizer.
+        calibration: The calibration.
+        generator: Random number generator that selects the held-out texts.
+
+    Returns:
+        The batches to fit to, and the held-out batches.
     """
-    calibration = with_lengths(calibration, tokenizer, model.config)
-    used, held_out = drawn_parts(calibration, generator)
-    encoded, segments, targets = _tokenized(model, tokenizer, calibration, (used, held_out))
+    calibration = add_text_lengths(calibration, tokenizer, model.config)
+    fit_rows, held_out = split_examples(calibration, generator)
+    encoded, segments, targets = _tokenize_examples(model, tokenizer, calibration, (fit_rows, held_out))
     if calibration.max_length is None:
         share = FIT_TOKENS * len(held_out) // len(encoded)
-        used, held_out = _within(used, encoded, FIT_TOKENS - share), _within(held_out, encoded, share)
-    chunks: Any = chunks_of(calibration, list(map(len, encoded)), (used, held_out))
+        fit_rows = _limit_tokens(fit_rows, encoded, FIT_TOKENS - share)
+        held_out = _limit_tokens(held_out, encoded, share)
+    chunks: Any = group_by_length(calibration, list(map(len, encoded)), (fit_rows, held_out))
     if decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
         length = calibration.max_length or calibration.written_length
-        batches[part].append(_batch(model, tokenizer, rows, (encoded, segments, targets), length))
+        batches[part].append(_make_batch(model, tokenizer, rows, (encoded, segments, targets), length))
     return batches
 
 
-def _within(rows: list[int], encoded: Sequence[Sequence[int]], most: int) -> list[int]:
-    """Return the first of these examples that have at most so many tokens together, but one at least."""
+def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
+    """Return the first examples that have at most `limit` tokens together, but at least one example."""
     total, count = 0, 0
-    while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= most):
+    while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= limit):
         total, count = total + len(encoded[rows[count]]), count + 1
     return rows[:count]
 
 
-def whole_batches(
+def make_untruncated_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> list[Batch]:
-    """Make batches of the held-out examples as users give them: each alone, whole up to the model's positions.
+    """Make batches of the held-out examples for measuring the quality of a model.
 
-    They have the targets that are given, and no others.
+    The examples are as users give them: not joined to passages, and only truncated at the positions of the model.
+    They have targets only if the calibration does.
 
     Args:
-        generator: draws the examples that are held out, as that of `make_batches`.
+        model, tokenizer, calibration: As for `make_batches`.
+        generator: Random number generator that selects the held-out examples. Its seed is that of `make_batches`.
     """
-    calibration = with_lengths(calibration, tokenizer, model.config)
-    rows = drawn_parts(calibration, generator)[1]
+    calibration = add_text_lengths(calibration, tokenizer, model.config)
+    rows = split_examples(calibration, generator)[1]
     texts, length = [calibration.texts[row] for row in rows], calibration.measured_length
-    encoded, segments = tokens_of(model.config, tokenizer, texts, length)
+    encoded, segments = tokenize_texts(model.config, tokenizer, texts, length)
     targets = None
     if calibration.target_texts is not None:
-        chosen = [calibration.target_texts[row] for row in rows]
-        targets = tokenizer(text_target=chosen, truncation=True, max_length=length)["input_ids"]
-    parts: Parts = ([], list(range(len(rows))))
-    chunks = chunks_of(calibration, list(map(len, encoded)), parts, MEASURED_BATCH_TOKENS)
-    return [_batch(model, tokenizer, chunk, (encoded, segments, targets), None) for _, chunk in chunks]
+        target_texts = [calibration.target_texts[row] for row in rows]
+        targets = tokenizer(text_target=target_texts, truncation=True, max_length=length)["input_ids"]
+    split: ExampleSplit = ([], list(range(len(rows))))
+    chunks = group_by_length(calibration, list(map(len, encoded)), split, MEASURED_BATCH_TOKENS)
+    return [_make_batch(model, tokenizer, chunk, (encoded, segments, targets), None) for _, chunk in chunks]
 
 
-def drawn_parts(calibration: Calibration, generator: torch.Generator) -> Parts:
-    """Draw the examples that are held out, and return the numbers of those to fit to and of these."""
-    drawn = torch.randperm(len(calibration.examples), generator=generator).tolist()
-    return drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
+def split_examples(calibration: Calibration, generator: torch.Generator) -> ExampleSplit:
+    """Return the indices of the examples to fit to, and those of randomly selected held-out examples."""
+    permutation = torch.randperm(len(calibration.examples), generator=generator).tolist()
+    return permutation[calibration.held_out_count :], permutation[: calibration.held_out_count]
 
 
-def chunks_of(
-    calibration: Calibration, lengths: list[int], parts: Parts, most: int = BATCH_TOKENS
+def group_by_length(
+    calibration: Calibration, lengths: list[int], split: ExampleSplit, max_tokens: int = BATCH_TOKENS
 ) -> list[tuple[int, list[int]]]:
-    """Return which examples go together: 0 or 1 = held out, and their numbers.
+    """Group examples with similar lengths into batches.
 
     Args:
-        lengths: those of similar length are together.
-        parts: as `drawn_parts` returned them.
-        most: tokens of a batch, with its padding.
+        calibration: The calibration with the batch size.
+        lengths: Number of tokens of each example.
+        split: The result of `split_examples`.
+        max_tokens: Maximum number of tokens in a batch, including padding.
+
+    Returns:
+        For each batch, its part (0: to fit to, 1: held out) and the indices of its examples.
     """
     chunks = []
-    for part, rows in enumerate(parts):
+    for part, rows in enumerate(split):
         chunk: list[int] = []
         for row in sorted(rows, key=lambda i: (lengths[i], i)):
-            if chunk and (len(chunk) == calibration.batch_rows or (len(chunk) + 1) * lengths[row] > most):
+            if chunk and (len(chunk) == calibration.batch_rows or (len(chunk) + 1) * lengths[row] > max_tokens):
                 chunks.append((part, chunk))
                 chunk = []
             chunk.append(row)
@@ -358,111 +383,119 @@ def chunks_of(
     return chunks
 
 
-def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
-    """Return a decoder's arguments that lead to what was generated [b, t], which begins with the start token."""
+def make_decoder_arguments(generated: torch.Tensor, pad_token_id: int) -> Batch:
+    """Return the decoder inputs that predict generated tokens [b, t], which begin with the start token."""
     ids = generated[:, :-1].cpu()
     mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
-def written_tokens(batch: Batch, generation: GenerationConfig | None) -> list[list[int]]:
-    """Return what a model wrote of each example: a decoder's tokens without those that it began with.
+def get_generated_tokens(batch: Batch, generation: GenerationConfig | None) -> list[list[int]]:
+    """Return the tokens that a model generated for each example, without its prompt.
 
     Args:
-        batch: a decoder's arguments, as `from_generated` makes them.
-        generation: how the model generates; it names the start, the languages and the tasks of a prompt.
+        batch: Decoder inputs from `make_decoder_arguments`.
+        generation: The generation settings of the model, which define the start, language and task tokens of prompts.
     """
-    begun = _prompt_tokens(generation)
+    prompt = _get_prompt_tokens(generation)
     rows = zip(batch["decoder_input_ids"].tolist(), batch["decoder_attention_mask"].tolist(), strict=True)
-    return [[token for token, is_there in zip(*row, strict=True) if is_there and token not in begun] for row in rows]
+    return [[token for token, is_real in zip(*row, strict=True) if is_real and token not in prompt] for row in rows]
 
 
-def continuations(ids: torch.Tensor, mask: torch.Tensor, generation: GenerationConfig | None = None) -> torch.Tensor:
-    """Return the next token at each place of a decoder's inputs, -100 where there is none.
+def make_next_token_labels(
+    ids: torch.Tensor, mask: torch.Tensor, generation: GenerationConfig | None = None
+) -> torch.Tensor:
+    """Return the next token for each position of decoder inputs, or -100 after the last token.
 
     Args:
-        ids: the inputs, [b, t].
-        mask: which of them are tokens, [b, t].
-        generation: how the model generates, whose prompt is not predicted; None = its tokens count as any other.
+        ids: Decoder inputs, [b, t].
+        mask: 1 for tokens and 0 for padding, [b, t].
+        generation: Generation settings whose prompt tokens get the label -100. None: prompt tokens are predicted.
     """
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
-    begun = sorted(_prompt_tokens(generation)) if generation is not None else []
-    return labels.masked_fill(torch.isin(labels, torch.tensor(begun, dtype=ids.dtype, device=ids.device)), IGNORED)
+    prompt = sorted(_get_prompt_tokens(generation)) if generation is not None else []
+    return labels.masked_fill(torch.isin(labels, torch.tensor(prompt, dtype=ids.dtype, device=ids.device)), IGNORED)
 
 
-def _prompt_tokens(generation: GenerationConfig | None) -> set[int]:
-    begun: set[int] = set()
+def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
+    """Return all tokens that generation settings define for prompts."""
+    prompt: set[int] = set()
     for name in PROMPT_TOKENS:
         value = getattr(generation, name, None)
-        begun |= set(value.values()) if isinstance(value, dict) else set() if value is None else {value}
-    return begun
+        prompt |= set(value.values()) if isinstance(value, dict) else set() if value is None else {value}
+    return prompt
 
 
-def read_by_decoder(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model whose encoder has nothing to do where what it makes of the batch is known."""
+def reuse_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model inputs of a batch with its known encoder outputs instead of the audio features."""
     arguments = dict(batch)
     if (states := arguments.pop(ENCODER_OUTPUTS, None)) is not None:
-        arguments.pop(FEATURES)
+        arguments.pop(AUDIO_FEATURES)
         arguments[ENCODER_OUTPUTS] = BaseModelOutput(last_hidden_state=states)
     return arguments
 
 
-def read_by_encoder(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model that begins with its encoder."""
+def drop_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model inputs of a batch without known encoder outputs, so that the model runs its encoder."""
     return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
 
-def padded(rows: list[list[int]], pad_token_id: int) -> Batch:
-    """Return tokens of several lengths as a batch, padded on the right, with the mask that says so."""
+def pad_rows(rows: list[list[int]], pad_token_id: int) -> Batch:
+    """Return token ids of different lengths as a batch with padding on the right and an attention mask."""
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def tokens_of(
+def tokenize_texts(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], length: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Return the numbers of each text's tokens, cut at `length`, and which text of a pair each is of.
+    """Return the token ids of texts, truncated to `length`, and their token type ids if the model has any.
 
     Args:
-        config: of the model that is to read them, which says whether it tells the texts of a pair apart.
-        texts: or pairs of texts.
+        config: Configuration of the model that reads the texts.
+        tokenizer: Its tokenizer.
+        texts: Texts, or pairs of texts.
+        length: Maximum number of tokens.
 
     Raises:
-        ValueError: for a tokenizer without padding, or with more tokens than the model has.
+        ValueError: if the tokenizer has no padding token, or more tokens than the model.
     """
     if tokenizer.pad_token_id is None:
-        raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
+        raise ValueError("`tokenizer` must have a padding token to make batches. Set `tokenizer.pad_token`.")
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
     has_types = getattr(config, "type_vocab_size", 0) > 1
-    # ALBERT's tokenizer tells the texts of a pair apart only when asked.
+    # ALBERT's tokenizer only returns token type ids on request.
     options = {"return_token_type_ids": True} if has_types else {}
     arguments = tokenizer(*map(list, columns), **options, truncation=True, max_length=length)
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= config.vocab_size:
-        raise ValueError(f"the calibration's tokenizer has more tokens than the model ({config.vocab_size}).")
+        raise ValueError(
+            f"`tokenizer` must not have more tokens than the model ({config.vocab_size}), got a larger id. Check that "
+            "it belongs to the model."
+        )
     return encoded, segments
 
 
-def _tokenized(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, parts: Parts
+def _tokenize_examples(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, split: ExampleSplit
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
-    """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
-    texts: Any = calibration.texts  # where passages are read, no pairs
+    """Return the token ids, token type ids and target ids of all examples, with passages, after checking them."""
+    texts: Any = calibration.texts
     config = model.config
-    encoded, segments = tokens_of(config, tokenizer, texts, calibration.length)
+    encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
     check_texts(tokenizer, texts, encoded, config.vocab_size)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
         counts = [sum(token not in special for token in row) for row in encoded]
-        for rows in map(sorted, parts):  # each part's own: what is held out is in no passage to fit to
-            every = [texts[row] for row in rows], [counts[row] for row in rows]
-            for i, (passage, length) in passages(*every, longest).items():
-                (encoded[rows[i]],), types = tokens_of(config, tokenizer, [passage], length)
+        for rows in map(sorted, split):  # separately, so that no passage to fit to contains a held-out text
+            part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]
+            for i, (passage, length) in join_passages(part_texts, part_counts, longest).items():
+                (encoded[rows[i]],), types = tokenize_texts(config, tokenizer, [passage], length)
                 if segments is not None and types is not None:
                     segments[rows[i]] = types[0]
     targets = None
@@ -472,72 +505,82 @@ def _tokenized(
     longest = max(map(len, [*encoded, *(targets or [])]))
     if positions is not None and longest > positions:
         raise ValueError(
-            f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
-            f"most {positions}."
+            f"`max_length` of a calibration must be at most {positions}, the positions of the model, got a text with "
+            f"{longest} tokens. Give a smaller `max_length`."
         )
-    if positions is not None and longest * FEW_POSITIONS < positions:
+    if positions is not None and longest * SHORT_TEXT_FACTOR < positions:
         logger.warning(
-            "the longest calibration example has %d tokens, and the model reads up to %d: what it makes of longer "
-            "text is kept less. Give longer examples, or lines of documents (and no small --max_length).",
+            "The longest calibration example has %d tokens, but the model reads up to %d. The model can lose quality "
+            "on longer text. Give longer examples, or the lines of documents, or a larger --max_length.",
             longest,
             positions,
         )
     tokens = sum(map(len, encoded))
     if tokens < MIN_TOKENS:
         raise ValueError(
-            f"the calibration text has {tokens} tokens in {len(encoded)} lines: {MIN_TOKENS} are the least, a "
-            "thousand lines of the model's own kind of text are enough."
+            f"The calibration text must have at least {MIN_TOKENS} tokens, got {tokens} tokens in {len(encoded)} "
+            "lines. Give about a thousand lines of text that is typical for the model."
         )
     return encoded, segments, targets
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Raise ValueError unless a calibration has target texts where the model's decoder needs or takes some."""
+    """Check that a calibration has target texts if the decoder needs them, and none if it does not read them.
+
+    Raises:
+        ValueError: if targets are missing or superfluous.
+    """
     reads, name = decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
-            f"{name} has no head to write targets of its own: give the calibration `target_texts` "
-            "(--calibration_target_file)."
+            f"`target_texts` must be given for {name}, because it cannot generate targets. Use "
+            "--calibration_target_file on the command line."
         )
     if calibration.target_texts is not None and reads is DecoderInput.SOURCE:
-        raise ValueError(f"the calibration has target texts; the decoder of {name} reads the text itself.")
+        raise ValueError(
+            f"`target_texts` must not be given for {name}, because its decoder reads the text itself. Leave it out."
+        )
     if calibration.target_texts is not None and reads is DecoderInput.NOTHING:
-        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
+        raise ValueError(
+            f"`target_texts` must not be given for {name}, because it is not an encoder-decoder. Leave it out."
+        )
 
 
-def own_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
-    """Return a decoder's arguments that lead to what the model itself writes, greedily, of a batch of texts."""
+def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
+    """Return the decoder inputs that predict the greedy output of the model for a batch of texts."""
     device, positions = next(model.parameters()).device, longest_input(model.config)
-    length = length if positions is None else min(length, positions - 1)  # the start token takes one
+    length = length if positions is None else min(length, positions - 1)  # one position is for the start token
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
         generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
-    return from_generated(generated, model.config.pad_token_id)
+    return make_decoder_arguments(generated, model.config.pad_token_id)
 
 
-def _batch(
+def _make_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[int],
-    every: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
+    examples: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
     length: int | None,
 ) -> Batch:
-    """Return a model's arguments for some examples.
+    """Return the model inputs for some examples.
 
     Args:
-        rows: their numbers.
-        every: of all examples the tokens, which text of a pair each is of, and those of the targets.
-        length: tokens that the model writes at most where there are no targets; None = it writes nothing.
+        model: The original model.
+        tokenizer: Its tokenizer.
+        rows: Indices of the examples.
+        examples: Token ids, token type ids and target ids of all examples.
+        length: Maximum number of tokens that the model generates if there are no targets. None: it generates nothing.
     """
-    encoded, segments, targets = every
-    batch = padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+    encoded, segments, targets = examples
+    batch = pad_rows([encoded[i] for i in rows], tokenizer.pad_token_id)
     if segments is not None:
-        batch["token_type_ids"] = padded([segments[i] for i in rows], 0)["input_ids"]
+        batch["token_type_ids"] = pad_rows([segments[i] for i in rows], 0)["input_ids"]
     if not decoder_input(type(model), model.config).is_target:
         return batch
     if targets is None:
-        return batch if length is None else batch | own_targets(model, batch, length)
+        return batch if length is None else batch | generate_targets(model, batch, length)
     config = model.config
-    written = padded([[config.decoder_start_token_id, *targets[i][:-1]] for i in rows], config.pad_token_id)
-    return batch | {f"decoder_{name}": tensor for name, tensor in written.items()}
+    decoder_rows = pad_rows([[config.decoder_start_token_id, *targets[i][:-1]] for i in rows], config.pad_token_id)
+    return batch | {f"decoder_{name}": tensor for name, tensor in decoder_rows.items()}

@@ -1,4 +1,4 @@
-"""Calibration: text or audio through the source model, and new heads fitted to what its attentions make of it."""
+"""Calibration: fitting new heads to the outputs of the original attentions on text or audio."""
 
 import logging
 import time
@@ -19,45 +19,45 @@ from ..attention_tensors import AttentionTensors, HeadCounts, LatentForms, best_
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
 from ..methods import CalibratedMethod, LatentInText, LayerContext, MeanPooling
-from ..plan import ConversionPlan, seeded_generator, why_not_calibrated
+from ..plan import ConversionPlan, explain_not_calibrated, seeded_generator
 from .batches import (
     Batch,
+    add_text_lengths,
     check_amount,
     check_source_loss,
     check_targets,
     make_batches,
+    make_untruncated_batches,
     reads_passages,
-    whole_batches,
-    with_lengths,
 )
-from .examples import audio_batches
-from .fitting import error_compared_with, rounded
+from .examples import make_audio_batches
+from .fitting import error_compared_with, round_error
 from .methods import latent_forms
-from .recording import AttentionInputs, attend, recorded_inputs, recorded_together
+from .recording import AttentionInputs, compute_attention, group_modules, record_inputs
 from .source_outputs import SourceModel, SourceOutputs
 
 __all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text", "is_calibrated"]
 
-# What the work on an attention takes, in calls of it: the closed form for each batch, a step of the fit.
+# Cost of the work on an attention, in calls of it: for the closed form of a batch, and for a step of the fit.
 CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
-# Work of at least so many seconds is announced with its length.
-WORTH_SAYING = 20.0
+# The expected duration is logged if it is at least this many seconds.
+MIN_LOGGED_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
 
-# Batches of the source's arguments: of the examples to fit to, and of those that are held out.
+# Batches of model inputs: of the examples to fit to, and of the held-out examples.
 Batches = tuple[list[Batch], list[Batch]]
 
 
 class CalibrationResult(NamedTuple):
-    """What a calibration made.
+    """The result of a calibration.
 
     Attributes:
-        attentions: the new projections, on the CPU, of every attention that was fitted, by their modules' names.
-        source_outputs: what the source makes of held-out examples, to compare the converted model with; None where
-            nothing was fitted, or nobody asks.
-        batches: the examples as the source reads them, for another calibration of the same source on the same ones.
-        calibration: the calibration, with the lengths of its texts.
+        attentions: The new projections of every fitted attention on the CPU, by module name.
+        source_outputs: The outputs of the original model on held-out examples, for comparison with the converted
+            model. None: nothing was fitted, or they were not requested.
+        batches: The inputs of the original model, for another calibration of the same model on the same examples.
+        calibration: The calibration with the lengths of its texts.
     """
 
     attentions: dict[str, AttentionTensors]
@@ -74,26 +74,27 @@ def calibrate(
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
-    """Fit every attention that the plan changes to what the source makes of the calibration.
+    """Fit every attention that the plan changes to the outputs of the original attention.
 
     Args:
-        plan: the conversion, by a method that looks at text where there is a calibration.
-        reader: the source's tensors.
-        source: loads the source as this package's model with its own heads; only how it generates is changed.
-        calibration: the text or audio; None = nothing is fitted.
-        with_source_outputs: whether the converted model is to be compared with the source.
-        batches: those that an earlier calibration of this source on these examples, by the same seed, returned.
+        plan: The plan of the conversion. With a calibration, its method is a `CalibratedMethod`.
+        reader: The tensors of the original model.
+        source: Function that loads the original model in this package's class. Only its generation settings are
+            changed.
+        calibration: The text or audio. None: nothing is fitted.
+        with_source_outputs: Whether the converted model will be compared with the original one.
+        batches: The batches of an earlier calibration of this model with the same examples and seed.
 
     Raises:
-        ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that text
-            alone does not reach.
+        ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that the
+            text does not reach.
     """
     if calibration is None or not is_calibrated(plan, calibration):
         return CalibrationResult({}, None)
-    with _course(plan, reader, source, calibration, batches) as course, _finite(course):
-        outputs = course.source_outputs() if with_source_outputs else None
-        course.find_shared_latents()
-        return CalibrationResult(course.converted(), outputs, course.batches, course.calibration)
+    with _start_run(plan, reader, source, calibration, batches) as run, _explain_linalg_errors(run):
+        outputs = run.compute_source_outputs() if with_source_outputs else None
+        run.find_shared_latents()
+        return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.calibration)
 
 
 def forms_on_text(
@@ -103,39 +104,48 @@ def forms_on_text(
     source: SourceModel,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Return what latents of some of the source's attentions lose on text; arguments and errors as for `calibrate`."""
-    with _course(plan, reader, source, calibration) as course, _finite(course):
-        return course.forms(modules)
+    """Return the quadratic forms of latents of some attentions, measured on text.
+
+    Args:
+        plan, reader, source, calibration: As for `calibrate`.
+        modules: The attention modules.
+
+    Raises:
+        ValueError: as for `calibrate`.
+    """
+    with _start_run(plan, reader, source, calibration) as run, _explain_linalg_errors(run):
+        return run.compute_forms(modules)
 
 
 def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
     """Return whether a plan has attentions to fit to the text or audio.
 
     Raises:
-        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there are only
-            talking heads to add.
+        ValueError: if a calibration is not possible, for example because the original model has talking heads or is a
+            BERT with cross-attention, or useless, because the conversion only adds talking heads.
     """
     if not plan.reduced:
         if any(module.projections for module in plan.modules):
             raise ValueError(
-                "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: "
-                "leave it out."
+                "`calibration` must only be given for fewer key/value heads, a latent or a kernel. Talking heads need "
+                "none: leave it out."
             )
         return False
     _check_kind(plan, calibration)
-    if (reason := why_not_calibrated(plan)) is not None:
-        raise ValueError(f'method {plan.method.name!r} cannot be used here: {reason}. Use method "mean".')
-    if not plan.hears:
+    if (reason := explain_not_calibrated(plan)) is not None:
+        raise ValueError(f'`method` {plan.method.name!r} cannot be used for this model: {reason}. Use method "mean".')
+    if not plan.reads_audio:
         check_targets(plan.model_class, plan.config, calibration)
     return True
 
 
 def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
+    """Check that a calibration is audio if the model reads audio, and text otherwise."""
     name = plan.model_class.__name__.removeprefix("AttnVariant")
-    if plan.hears and calibration.audio is None:
-        raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
-    if not plan.hears and calibration.audio is not None:
-        raise ValueError(f"{name} reads text: give the calibration `texts` (--calibration_file), no audio.")
+    if plan.reads_audio and calibration.audio is None:
+        raise ValueError(f"`calibration` must be audio for {name}, got text. Give a folder (--calibration_audio_dir).")
+    if not plan.reads_audio and calibration.audio is not None:
+        raise ValueError(f"`calibration` must be text for {name}, got audio. Give texts (--calibration_file).")
 
 
 def calibration_settings(plan: ConversionPlan, calibration: Calibration) -> dict[str, Any]:
@@ -145,63 +155,68 @@ def calibration_settings(plan: ConversionPlan, calibration: Calibration) -> dict
 
 
 @contextmanager
-def _finite(course: "_Course") -> Iterator[None]:
-    """Say of which attention the numbers have no solution: its weights are finite, what it makes of text is not."""
+def _explain_linalg_errors(run: "CalibrationRun") -> Iterator[None]:
+    """Name the attention in errors of linear algebra. Its weights are finite, but its outputs on the text are not."""
     try:
         yield
     except torch.linalg.LinAlgError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the attention {course.at!r} cannot be fitted: what it makes of the calibration is too large or not "
-            f'finite ({reason}). Look at the checkpoint\'s weights, or convert with method "mean" (--method mean).'
+            f"The attention {run.current_name!r} cannot be fitted, because its outputs on the calibration are too "
+            f"large or not finite ({reason}). Check the weights of the checkpoint, or convert with method "
+            '"mean" (--method mean).'
         ) from error
 
 
-def _course(
+def _start_run(
     plan: ConversionPlan,
     reader: TensorSource,
     source: SourceModel,
     calibration: Calibration,
     batches: Batches | None = None,
-) -> "_Course":
+) -> "CalibrationRun":
+    """Load the original model and make its batches. Arguments as for `calibrate`."""
     model, processor = source(plan)
-    hears = calibration.audio is not None
+    is_audio = calibration.audio is not None
     processor = calibration.processor or processor
     if processor is None:
-        name = "feature_extractor" if hears else "tokenizer"
-        raise ValueError(f"calibration needs the model's {name}: give `Calibration(..., {name}={name})`.")
+        name = "feature_extractor" if is_audio else "tokenizer"
+        raise ValueError(f"`{name}` must be given for a model without one. Use `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    calibration = with_lengths(calibration, processor, plan.config)
+    calibration = add_text_lengths(calibration, processor, plan.config)
     if batches is None:
-        batches = _batches(plan, model, processor, calibration)
+        batches = _make_batches(plan, model, processor, calibration)
         config: Any = plan.config
         check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, batches[0])
-    return _Course(plan, reader, model, processor, calibration, batches)
+    return CalibrationRun(plan, reader, model, processor, calibration, batches)
 
 
-def _batches(plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration) -> Batches:
-    """Return the examples as the source reads them; how it generates is theirs from then on."""
-    hears = calibration.audio is not None
-    if not hears and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
-        # Its own settings, beams or penalties, are for its users, but for what each text begins with.
+def _make_batches(
+    plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration
+) -> Batches:
+    """Return the batches of the original model, and set its generation settings to those of the batches."""
+    is_audio = calibration.audio is not None
+    if not is_audio and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
+        # Its own settings, such as beams or penalties, do not matter here, except for the first token of outputs.
         begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.forced_bos_token_id = begin
         start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
         if start is not None:
             start.apply_to(model)
-    make: Callable[..., Batches] = audio_batches if hears else make_batches
-    return make(model, processor, calibration, _held_out_draw(plan))
+    make: Callable[..., Batches] = make_audio_batches if is_audio else make_batches
+    return make(model, processor, calibration, _make_held_out_generator(plan))
 
 
-def _held_out_draw(plan: ConversionPlan) -> torch.Generator:
+def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
+    """Return the random number generator that selects the held-out examples."""
     return seeded_generator(plan.seed, "held-out texts")
 
 
 @dataclass(frozen=True)
-class _Visit:
-    """One attention of the source and its calls on the text; where it has a latent, that is its memory."""
+class AttentionCalls:
+    """An attention of the original model and its calls on the text. If it has a latent, the inputs are latents."""
 
     module: AttentionModule
     tensors: AttentionTensors
@@ -210,11 +225,12 @@ class _Visit:
 
     @property
     def heads(self) -> HeadCounts:
+        """The head counts before and after."""
         return self.module.heads
 
 
-class _Course:
-    """The work on all attentions: first what those that share a latent lose, then each one."""
+class CalibrationRun:
+    """The calibration of all attentions: it finds the shared latents first, and then fits each attention."""
 
     def __init__(
         self,
@@ -228,100 +244,105 @@ class _Course:
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self.calibration, self.batches = calibration, batches
-        self.at = plan.reduced[0].name  # the attention that is worked on
+        self.current_name = plan.reduced[0].name  # for error messages
         self._parts = sum(
             (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
         )
-        # A closed form counts as the steps of the fit that take as long; until one was timed, as one.
+        # For the progress bar, a closed form counts as the number of fitting steps that take as long. It counts as one
+        # step until the duration has been measured.
         self._closed_form_steps, self._fit_steps = 1, self._method.steps(calibration)
         total = self._parts * (1 + self._fit_steps)
         self._bar = progress_bar(total=total, desc="calibrating", unit="step", smoothing=0)
         self._parts_done = 0
         self._is_estimated = False
         self._errors: list[float | None] = []
-        # Of the attentions that share a latent: their new heads, what they lose; by its name, the latent.
+        # For attentions that share a latent: their new heads, their quadratic forms, and the latents by name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
 
-    def __enter__(self) -> "_Course":
+    def __enter__(self) -> "CalibrationRun":
         self._bar.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         self._bar.__exit__(*raised)
 
-    def source_outputs(self) -> SourceOutputs:
-        """Run the source on the held-out examples, each alone and whole."""
+    def compute_source_outputs(self) -> SourceOutputs:
+        """Return the outputs of the original model on the held-out examples, without truncation."""
         batches = self.batches[1]
         if self.calibration.audio is None:
-            batches = whole_batches(self._model, self._processor, self.calibration, _held_out_draw(self._plan))
+            generator = _make_held_out_generator(self._plan)
+            batches = make_untruncated_batches(self._model, self._processor, self.calibration, generator)
         outputs = SourceOutputs(self._model, self._processor, self.calibration, batches)
         check_source_loss(outputs.loss, self._model.config.vocab_size)
         return outputs
 
     def find_shared_latents(self) -> None:
-        """Find the latents that several attentions read, after a pass over all of these."""
+        """Compute the latents that several attentions share, after one pass over all these attentions."""
         sharing = [module for module in self._plan.reduced if module.new_latent is not None]
-        for visit in self._visits(sharing):
-            name, tensors = visit.module.name, self._with_new_heads(visit)
-            if visit.heads.relation == "pool":
+        for calls in self._record_calls(sharing):
+            name, tensors = calls.module.name, self._convert_heads(calls)
+            if calls.heads.relation == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = latent_forms(tensors, visit.heads, visit.inputs, visit.layer.generator)
+            self._forms[name] = latent_forms(tensors, calls.heads, calls.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
             self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
-    def forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
-        """Return what latents of these attentions, as they are in the source, lose."""
-        self._is_estimated = True  # nothing is fitted
-        visits = self._visits(list(modules))
-        return [latent_forms(each.tensors, each.heads, each.inputs, each.layer.generator) for each in visits]
+    def compute_forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
+        """Return the quadratic forms of latents of these attentions with their original heads."""
+        self._is_estimated = True  # There is no fit whose duration could be estimated.
+        return [
+            latent_forms(calls.tensors, calls.heads, calls.inputs, calls.layer.generator)
+            for calls in self._record_calls(list(modules))
+        ]
 
-    def converted(self) -> dict[str, AttentionTensors]:
-        """Return the new projections of every attention."""
+    def fit_attentions(self) -> dict[str, AttentionTensors]:
+        """Return the new projections of every attention, by module name."""
         converted = {}
-        for visit in self._visits(self._plan.reduced):
-            name = visit.module.name
+        for calls in self._record_calls(self._plan.reduced):
+            name = calls.module.name
             tensors = self._new_heads.pop(name, None)
-            tensors = self._with_new_heads(visit) if tensors is None else tensors.to(visit.tensors.query_weight.device)
-            if visit.heads.rank_relation == "compress":
-                tensors = self._with_latent(visit, tensors)
-            if visit.module.gets_kernel:
-                tensors = self._with_kernel(visit, tensors)
-            tensors = _measured(visit.tensors, tensors, visit.heads, visit.layer)
+            tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
+            if calls.heads.rank_relation == "compress":
+                tensors = self._add_latent(calls, tensors)
+            if calls.module.gets_kernel:
+                tensors = self._add_kernel(calls, tensors)
+            tensors = _add_errors(calls.tensors, tensors, calls.heads, calls.layer)
             converted[name] = tensors.to("cpu")
             self._errors.append(tensors.details["output_relative_error"])
             known = [error for error in self._errors if error is not None]
             if len(known) == len(self._errors):
                 mean = sum(known) / len(known)
-                self._bar.set_postfix_str(f"mean error of one attention {mean:.1%}", refresh=is_watched())
+                self._bar.set_postfix_str(f"mean error per attention {mean:.1%}", refresh=is_watched())
         return converted
 
-    def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
-        used, held_out = self.batches
-        batches, config = [*used, *held_out], self._model.config
-        for group in recorded_together(modules, self._plan.model_class, config, batches):
-            calls = recorded_inputs(self._model, [module.name for module in group], batches)
+    def _record_calls(self, modules: list[AttentionModule]) -> Iterator[AttentionCalls]:
+        """Yield the calls of each attention. Attentions whose inputs fit into memory are recorded together."""
+        fit_batches, held_out_batches = self.batches
+        batches, config = [*fit_batches, *held_out_batches], self._model.config
+        for group in group_modules(modules, self._plan.model_class, config, batches):
+            recorded = record_inputs(self._model, [module.name for module in group], batches)
             if not self._is_estimated:
-                self._say_estimate(group, calls)
+                self._log_estimate(group, recorded)
             for module in group:
                 number = 1 + modules.index(module)
-                self.at = module.name
+                self.current_name = module.name
                 self._bar.set_description(f"calibrating attention {number} of {len(modules)}", refresh=is_watched())
                 tensors = module.read(self._read)
-                tensors = replace(tensors, latent_weight=None)  # what it makes is recorded as the memory
-                inputs = calls.pop(module.name)
+                tensors = replace(tensors, latent_weight=None)  # the recorded inputs are its latents
+                inputs = recorded.pop(module.name)
                 uses = max(1, len(inputs) // len(batches))
-                inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
-                error = error_compared_with(tensors, module.heads, held)
-                known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._on_step}
-                yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
+                inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
+                error = error_compared_with(tensors, module.heads, held_out)
+                context = {"uses": uses, "held_out": held_out, "held_out_error": error, "on_step": self._on_step}
+                yield AttentionCalls(module, tensors, self._plan.layer(module, **context), inputs)
 
     @torch.no_grad()
-    def _say_estimate(self, group: Sequence[AttentionModule], calls: Mapping[str, Sequence[AttentionInputs]]) -> None:
-        """Say how long the fitting takes: by what a call of each attention takes, once."""
+    def _log_estimate(self, group: Sequence[AttentionModule], calls: Mapping[str, Sequence[AttentionInputs]]) -> None:
+        """Log the expected duration of the fit once, estimated from the duration of one call of each attention."""
         self._is_estimated, reduced = True, self._plan.reduced
         closed = steps = 0.0
         size = self.calibration.fit_option("fit_batch_size")
@@ -329,101 +350,108 @@ class _Course:
             tensors, inputs = module.read(self._read), calls[module.name]
             tensors = replace(tensors, latent_weight=None)
             started = time.perf_counter()
-            attend(tensors, inputs[len(inputs) // 2], module.heads.query)
-            taken = time.perf_counter() - started
-            closed += CLOSED_FORM_CALLS * taken * len(inputs)
-            steps += STEP_CALLS * taken * self._fit_steps * min(1.0, size / len(inputs[0].states))
+            compute_attention(tensors, inputs[len(inputs) // 2], module.heads.query)
+            seconds = time.perf_counter() - started
+            closed += CLOSED_FORM_CALLS * seconds * len(inputs)
+            steps += STEP_CALLS * seconds * self._fit_steps * min(1.0, size / len(inputs[0].states))
         if steps:
             self._closed_form_steps = max(1, round(closed / steps * self._fit_steps))
             self._bar.total = self._parts * (self._closed_form_steps + self._fit_steps)
         share = len(reduced) / len(group)
         closed, steps = closed * share, steps * share
-        if closed + steps > WORTH_SAYING:
-            fit = f", {_minutes(steps)} of it the fit: --fit_steps 0, or --quick, leave that out" if steps else ""
-            message = "fitting %d attentions to %d examples takes some %s%s"
-            logger.info(message, len(reduced), len(self.calibration.examples), _minutes(closed + steps), fit)
+        if closed + steps > MIN_LOGGED_SECONDS:
+            fit = f", {_format_duration(steps)} of it for steps that --fit_steps 0 or --quick skip" if steps else ""
+            message = "Fitting %d attentions to %d examples takes about %s%s."
+            logger.info(message, len(reduced), len(self.calibration.examples), _format_duration(closed + steps), fit)
 
     def _read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the original model in float32, on the device of the calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
-    def _with_new_heads(self, visit: _Visit) -> AttentionTensors:
-        if visit.heads.relation != "pool":
-            return self._plan.with_new_heads(visit.module, visit.tensors)
-        tensors = self._method.convert_module(visit.tensors, visit.heads, visit.layer, visit.inputs, self.calibration)
-        self._part_done()
+    def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
+        """Return the projections of an attention with its new heads."""
+        if calls.heads.relation != "pool":
+            return self._plan.with_new_heads(calls.module, calls.tensors)
+        tensors = self._method.convert_module(calls.tensors, calls.heads, calls.layer, calls.inputs, self.calibration)
+        self._finish_part()
         return tensors
 
-    def _with_latent(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
-        module, heads = visit.module, visit.heads
+    def _add_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
+        """Return the projections of an attention with its latent."""
+        module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
-            forms = latent_forms(tensors, heads, visit.inputs, visit.layer.generator)
+            forms = latent_forms(tensors, heads, calls.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.new_rank)
         tensors = self._method.with_latent(
-            _without_error(tensors),
+            _remove_error(tensors),
             heads,
-            visit.layer,
-            visit.inputs,
-            _outputs(visit),
+            calls.layer,
+            calls.inputs,
+            _compute_outputs(calls),
             self.calibration,
             LatentInText(weight, forms, module.site.shares_latent),
         )
-        self._part_done()
+        self._finish_part()
         return tensors
 
-    def _with_kernel(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
-        tensors = _without_error(tensors).with_new_kernel(visit.module.new_kernel, visit.heads)
-        targets = _outputs(visit)
-        tensors = self._method.with_kernel(tensors, visit.heads, visit.layer, visit.inputs, targets, self.calibration)
-        self._part_done()
+    def _add_kernel(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
+        """Return the projections of an attention with its kernel."""
+        tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+        targets = _compute_outputs(calls)
+        tensors = self._method.with_kernel(tensors, calls.heads, calls.layer, calls.inputs, targets, self.calibration)
+        self._finish_part()
         return tensors
 
     def _on_step(self) -> None:
-        # The first step of a fit comes after its closed form.
-        begun = self._parts_done * (self._closed_form_steps + self._fit_steps) + self._closed_form_steps
-        self._bar.update(1 + max(0, begun - self._bar.n))
+        """Update the progress bar after a fitting step."""
+        # The closed form is finished before the first step.
+        started = self._parts_done * (self._closed_form_steps + self._fit_steps) + self._closed_form_steps
+        self._bar.update(1 + max(0, started - self._bar.n))
 
-    def _part_done(self) -> None:
+    def _finish_part(self) -> None:
+        """Update the progress bar after new heads, a latent or a kernel."""
         self._parts_done += 1
         self._bar.update(self._parts_done * (self._closed_form_steps + self._fit_steps) - self._bar.n)
 
 
 @torch.no_grad()
-def _outputs(visit: _Visit) -> list[torch.Tensor]:
-    """Return the source's outputs on the text, [b, n, D] each."""
-    return [attend(visit.tensors, batch, visit.heads.query)[0] for batch in visit.inputs]
+def _compute_outputs(calls: AttentionCalls) -> list[torch.Tensor]:
+    """Return the outputs of the original attention on the text, [b, n, D] each."""
+    return [compute_attention(calls.tensors, batch, calls.heads.query)[0] for batch in calls.inputs]
 
 
-def _without_error(tensors: AttentionTensors) -> AttentionTensors:
-    # That of its new heads alone is not what the report means.
+def _remove_error(tensors: AttentionTensors) -> AttentionTensors:
+    """Remove the error that only includes the new heads, because the report contains the error after all changes."""
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
 
 
-def _measured(
+def _add_errors(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
-    """Return an attention with the errors on held-out text: its own, and those that averaged heads have.
+    """Return an attention with its error on held-out text, and that of averaged heads, in `details`.
 
-    Where averaged heads are nearer, it is these: a method that has too little text to learn from does no harm.
+    If averaged heads have a smaller error, they are returned instead. This prevents harm from too little text.
     """
     details = dict(converted.details)
     if "output_relative_error" not in details:
-        details["output_relative_error"] = rounded(layer.held_out_error(converted))
+        details["output_relative_error"] = round_error(layer.held_out_error(converted))
     if heads.relation != "pool" or converted.kernel is not None:
         return replace(converted, details=details)
     averaged = MeanPooling().pool(tensors, heads, layer)
-    error, others = details["output_relative_error"], rounded(layer.held_out_error(averaged))
-    details["output_relative_error_averaged"] = others
-    is_nearer = others is not None and (error is None or others < error)
-    if is_nearer and averaged.latent_weight is converted.latent_weight is None:
-        details |= {"output_relative_error": others, "averaged": True}
-        details.pop("head_groups", None)  # averaged heads stand where they stood
+    error, averaged_error = details["output_relative_error"], round_error(layer.held_out_error(averaged))
+    details["output_relative_error_averaged"] = averaged_error
+    is_better = averaged_error is not None and (error is None or averaged_error < error)
+    if is_better and averaged.latent_weight is converted.latent_weight is None:
+        details |= {"output_relative_error": averaged_error, "averaged": True}
+        details.pop("head_groups", None)  # averaging does not reorder heads
         return replace(averaged, details=details)
     return replace(converted, details=details)
 
 
-def _minutes(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
+    """Return a duration in seconds or minutes as text."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

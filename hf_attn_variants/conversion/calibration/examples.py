@@ -1,4 +1,4 @@
-"""Calibration examples as users have them: lists, files of lines, tables, and folders of audio."""
+"""Calibration examples in the forms that users have: lists, text files, tables, and folders of audio."""
 
 import os
 import random
@@ -21,60 +21,75 @@ from .batches import (
     MIN_TOKENS,
     Batch,
     check_audio,
-    chunks_of,
-    drawn_parts,
-    from_generated,
-    written_tokens,
+    get_generated_tokens,
+    group_by_length,
+    make_decoder_arguments,
+    split_examples,
 )
 
 __all__ = [
     "AUDIO_FILES",
     "as_calibration",
-    "audio_batches",
-    "heard",
+    "generate_transcripts",
     "load_audio",
+    "make_audio_batch",
+    "make_audio_batches",
     "read_audio_calibration",
     "read_calibration",
     "read_features",
-    "transcribed",
 ]
 
-# How the names of files end that are taken for audio; all but the first are read by the package soundfile.
+# Suffixes of audio files. All except the first need the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
-# What a wav file begins with.
+# The first bytes of wav files.
 CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
 def read_audio_calibration(
     folder: str | os.PathLike, *, size: int | None = None, seed: int = 0, **settings: Any
 ) -> Calibration:
-    """Find audio files in a folder and those below it, and draw some of them.
+    """Find the audio files in a folder and its subfolders, and select some of them randomly.
 
     Args:
-        folder: where they are; `AUDIO_FILES` says how their names end.
-        size: how many are drawn, two at least; None = 64.
-        seed: which ones.
-        settings: further fields of `Calibration`.
+        folder: Folder with audio files (`AUDIO_FILES` lists their suffixes).
+        size: Maximum number of files, at least two. None: 64.
+        seed: Seed of the selection.
+        settings: Further arguments of `Calibration`.
+
+    Returns:
+        The calibration.
 
     Raises:
-        OSError: if there is no such folder.
-        ValueError: if it has too few files.
+        OSError: if the folder does not exist.
+        ValueError: if it contains too few files.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert, read_audio_calibration
+    >>> calibration = read_audio_calibration("recordings", size=32)
+    >>> model = convert("openai/whisper-tiny", num_key_value_heads=2, calibration=calibration)
+    ```
     """
     size = AUDIO_CALIBRATION_SIZE if size is None else size
     if size < MIN_TEXTS:
-        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}; got {size}.")
+        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
     root = Path(folder).expanduser()
     if root.is_file():
         raise NotADirectoryError(
-            f"{os.fspath(folder)!r:.200} is a file: give the folder of audio that it is in (--calibration_audio_dir)."
+            f"`folder` (--calibration_audio_dir) must be a folder, got the file {os.fspath(folder)!r:.200}. Give the "
+            "folder that contains it."
         )
     if not root.is_dir():
-        raise NotADirectoryError(f"there is no folder {os.fspath(folder)!r:.200} of audio (--calibration_audio_dir).")
+        raise NotADirectoryError(
+            f"`folder` (--calibration_audio_dir) must be a folder, but {os.fspath(folder)!r:.200} does not exist. "
+            "Check the path."
+        )
     recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
     if len(recordings) < MIN_TEXTS:
         raise ValueError(
-            f"a calibration needs {MIN_TEXTS} audio files at least ({', '.join(AUDIO_FILES)}); {os.fspath(folder)} "
-            f"has {len(recordings)}."
+            f"`folder` (--calibration_audio_dir) must contain at least {MIN_TEXTS} audio files "
+            f"({', '.join(AUDIO_FILES)}), got {len(recordings)} in {os.fspath(folder)}. Add more files."
         )
     if len(recordings) > size:
         recordings = sorted(random.Random(seed).sample(recordings, size))
@@ -82,30 +97,38 @@ def read_audio_calibration(
 
 
 def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
-    """Read a file of audio: its samples [n], float32 in [-1, 1], the mean of its channels, and how many a second.
+    """Read an audio file and average its channels.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The samples [n], float32 in [-1, 1], and the sampling rate in Hz.
 
     Raises:
-        OSError: if there is no such file.
-        ValueError: if it is no audio, or none that Python reads by itself and the package soundfile is not there.
+        OSError: if the file does not exist.
+        ValueError: if the file is not audio, or needs the package soundfile and it is not installed.
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"there is no audio file {os.fspath(path)!r:.200}.")
+        raise FileNotFoundError(f"The audio file {os.fspath(path)!r:.200} does not exist. Check the path.")
     if path.suffix.lower() == ".wav":
         try:
             return _read_wav(path)
         except (wave.Error, EOFError) as error:
             with path.open("rb") as file:
                 if file.read(4) not in CONTAINERS:
-                    raise ValueError(f"{path} is no audio: a wav file begins with RIFF.") from None
-            reason = f"no plain PCM ({str(error) or 'it ends too soon'})"
+                    raise ValueError(
+                        f"{path} must be a wav file, which begins with RIFF. Convert it or remove it."
+                    ) from None
+            reason = f"is not a PCM wav file ({str(error) or 'it is truncated'})"
     else:
-        reason = f"a {path.suffix or 'nameless'} file"
+        reason = f"is a {path.suffix} file" if path.suffix else "has no suffix"
     try:
         import soundfile
     except ImportError:
         raise ValueError(
-            f"{path} is {reason}: `pip install soundfile` to have it read, or make it a PCM wav."
+            f"{path} {reason}. Install soundfile (`pip install soundfile`) to read it, or convert it to a PCM wav."
         ) from None
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -115,96 +138,112 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 
 
 def _read_wav(path: Path) -> tuple[np.ndarray, int]:
+    """Read a PCM wav file without further packages."""
     with wave.open(os.fspath(path)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         data = np.frombuffer(file.readframes(file.getnframes()), dtype=np.uint8)
     data = data[: len(data) // (width * channels) * width * channels].reshape(-1, width)
-    if width == 1:  # of a byte a sample, the middle is 128
+    if width == 1:  # 8-bit samples are unsigned
         samples = data[:, 0].astype(np.float32) / 128 - 1
     else:
-        whole = np.zeros((len(data), 4), np.uint8)  # the least of four bytes stand first
-        whole[:, 4 - width :] = data
-        samples = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+        padded = np.zeros((len(data), 4), np.uint8)  # little-endian 32-bit integers
+        padded[:, 4 - width :] = data
+        samples = padded.view("<i4")[:, 0].astype(np.float32) / 2**31
     return samples.reshape(-1, channels).mean(1), rate
 
 
 @torch.no_grad()
-def audio_batches(
+def make_audio_batches(
     model: PreTrainedModel,
     feature_extractor: FeatureExtractionMixin,
     calibration: Calibration,
     generator: torch.Generator,
 ) -> tuple[list[Batch], list[Batch]]:
-    """Make batches of files: of those to fit to, and of those that are held out.
+    """Make batches of audio files.
 
-    A decoder's text is the model's own greedy output, by the languages and tasks of its generation configuration,
-    without timestamps.
+    The decoder inputs are the greedy output of the model without timestamps, in the language and for the task of its
+    generation configuration.
 
     Args:
-        generator: draws the files that are held out.
+        model: The original model.
+        feature_extractor: Its feature extractor.
+        calibration: The calibration.
+        generator: Random number generator that selects the held-out files.
+
+    Returns:
+        The batches to fit to, and the held-out batches.
 
     Raises:
-        OSError, ValueError: for a file that cannot be read or has another sampling rate, or too little speech.
+        OSError: if a file cannot be read.
+        ValueError: if a file has a wrong sampling rate, or there is too little speech.
     """
     decodes = hasattr(model.base_model, "decoder")
     if decodes and not model.can_generate():
         raise ValueError(
-            f"{type(model).__name__} cannot generate what a decoder reads: convert the checkpoint as one that can, "
-            "with `architectures` of its config.json."
+            f"{type(model).__name__} must be able to generate text for a calibration on audio. Set `architectures` in "
+            "config.json to a model with a language-modeling head."
         )
     features, loudness = zip(*(read_features(feature_extractor, path) for path in calibration.examples), strict=True)
-    chunks: Any = chunks_of(calibration, [0] * len(features), drawn_parts(calibration, generator))
+    chunks: Any = group_by_length(calibration, [0] * len(features), split_examples(calibration, generator))
     chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        batches[part].append(heard(model, [features[i] for i in rows], calibration.length, decodes))
-    _check_enough(batches, decodes)
-    every = [batch for part in batches for batch in part if decodes]
-    check_audio(loudness, [row for batch in every for row in written_tokens(batch, model.generation_config)])
+        batches[part].append(make_audio_batch(model, [features[i] for i in rows], calibration.length, decodes))
+    _check_speech(batches, decodes)
+    decoder_batches = [batch for part in batches for batch in part if decodes]
+    transcripts = [row for batch in decoder_batches for row in get_generated_tokens(batch, model.generation_config)]
+    check_audio(loudness, transcripts)
     return batches
 
 
 def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
-    """Return what the model reads of a file, [bins, frames], and how loud it is (root mean square).
+    """Read an audio file and return the input features of the model [bins, frames], and its root mean square.
+
+    Args:
+        feature_extractor: Feature extractor of the model.
+        path: Path of the file.
 
     Raises:
-        OSError, ValueError: if it cannot be read, or has another sampling rate.
+        OSError: if the file does not exist.
+        ValueError: if it cannot be read or has a wrong sampling rate.
     """
     samples, rate = load_audio(path)
-    wanted = feature_extractor.sampling_rate
-    if rate != wanted:
+    expected_rate = feature_extractor.sampling_rate
+    if rate != expected_rate:
         raise ValueError(
-            f"{os.fspath(path)} has {rate} samples a second and the model reads {wanted}: resample it, by "
-            f"`ffmpeg -i FILE -ar {wanted} -ac 1 RESAMPLED.wav` for example."
+            f"{os.fspath(path)} must have a sampling rate of {expected_rate} Hz, got {rate} Hz. Resample it, for "
+            f"example with `ffmpeg -i FILE -ar {expected_rate} -ac 1 RESAMPLED.wav`."
         )
     loudness = float(np.sqrt(np.square(samples, dtype=np.float64).mean())) if len(samples) else 0.0
     return feature_extractor(samples, sampling_rate=rate, return_tensors="pt").input_features[0], loudness
 
 
-def heard(model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: int, decodes: bool = True) -> Batch:
-    """Return a batch of recordings with what the model writes of them, and what its encoder made of them.
+def make_audio_batch(
+    model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: int, decodes: bool = True
+) -> Batch:
+    """Return the model inputs for recordings, with greedily generated decoder inputs and the encoder outputs.
 
-    The encoder of a Whisper does most of the work here: what it made is kept, for what reads the batch next.
+    The encoder of a Whisper needs most of the time, so its outputs are stored for later uses of the batch.
 
     Args:
-        model: the source.
-        features: of each recording, [bins, frames].
-        max_length: tokens at which the output is cut.
-        decodes: whether the model has a decoder.
+        model: The original model.
+        features: Input features of each recording, [bins, frames].
+        max_length: Maximum number of tokens in the output.
+        decodes: Whether the model has a decoder.
     """
     batch = {"input_features": torch.stack(list(features))}
     if decodes:
-        with _encoder_outputs(model) as outputs:
-            batch |= transcribed(model, batch, max_length)
-        # A call that finds the language may come first. Of a part of the batch nobody knows which rows it is.
-        if outputs and all(len(each) == len(features) for each in outputs):
+        with _record_encoder_outputs(model) as outputs:
+            batch |= generate_transcripts(model, batch, max_length)
+        # The first call may only detect the language. If a call has a part of the batch, its rows are not known.
+        if outputs and all(len(states) == len(features) for states in outputs):
             batch[ENCODER_OUTPUTS] = outputs[-1].cpu()
     return batch
 
 
 @contextmanager
-def _encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Keep what the encoder returns while the block runs."""
+def _record_encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collect the outputs of the encoder within this context."""
     outputs: list[torch.Tensor] = []
     encoder: Any = model.get_encoder()
     hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -215,54 +254,60 @@ def _encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 @torch.no_grad()
-def transcribed(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
-    """Return a decoder's arguments that lead to what the model itself writes, greedily, of a batch of audio."""
-    # Half of its positions are a prompt's, in Whisper's own code.
+def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
+    """Return the decoder inputs that predict the greedy output of the model for a batch of audio."""
+    # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
-    # To `max_length` Whisper's code adds the prompt; with `max_new_tokens` it would warn that both are set.
+    # Whisper's code adds the prompt to `max_length`. With `max_new_tokens`, it would warn that both are set.
     options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_length": limit}
-    # One call, whose output has the prompt too: else a window in which a time comes up is heard in parts.
+    # With a single call, the output includes the prompt. Otherwise a window with a timestamp is processed in parts.
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
     features = batch["input_features"].to(model.device)
-    mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: all of a window is heard
+    mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: there is no padding
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
         generated = generate(features, attention_mask=mask, **options)
-    return from_generated(generated.sequences, model.generation_config.pad_token_id)
+    return make_decoder_arguments(generated.sequences, model.generation_config.pad_token_id)
 
 
-def _check_enough(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
-    every = [batch for part in batches for batch in part]
-    if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in every)) < MIN_TOKENS:
-        files = sum(len(batch["input_features"]) for batch in every)
+def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
+    """Check that the model generates enough tokens for the recordings."""
+    all_batches = [batch for part in batches for batch in part]
+    if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in all_batches)) < MIN_TOKENS:
+        files = sum(len(batch["input_features"]) for batch in all_batches)
         raise ValueError(
-            f"the model makes {tokens} tokens of {files} files of audio: {MIN_TOKENS} are the least; give more speech."
+            f"The calibration audio must have at least {MIN_TOKENS} tokens of speech, got {tokens} tokens in {files} "
+            "files. Give more speech."
         )
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return a calibration of what a user gave: one, texts or pairs of texts, a path, or None.
+    """Return the calibration that a user gave in any form.
 
-    The path is of a file of texts, or of a folder of audio.
+    Args:
+        calibration: A calibration, texts or pairs of texts, the path of a text file, a table or a folder of audio, or
+            None.
+        seed: Seed for the selection of examples from a file or folder.
 
     Raises:
         TypeError: if it is anything else.
-        ValueError, OSError: as for `Calibration` and `read_calibration`, which draws examples by the seed.
+        ValueError, OSError: as for `Calibration`, `read_calibration` and `read_audio_calibration`.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
     if isinstance(calibration, str | os.PathLike):
         if not Path(calibration).expanduser().exists():
             raise FileNotFoundError(
-                f"there is no calibration file {os.fspath(calibration)!r:.200}; texts themselves are given as a list."
+                f"`calibration` must be the path of a file or folder, or a list of texts, but "
+                f"{os.fspath(calibration)!r:.200} does not exist. Check the path."
             )
         is_folder = Path(calibration).expanduser().is_dir()
         return (read_audio_calibration if is_folder else read_calibration)(calibration, seed=seed)
     if isinstance(calibration, Sequence) and not isinstance(calibration, bytes | bytearray):
         return Calibration(calibration)
     raise TypeError(
-        "`calibration` takes a list of texts, a list of pairs of texts, the path of a text file, of a table or of a "
-        f"folder of audio, or a `Calibration`; got {type(calibration).__name__}."
+        "`calibration` must be a list of texts or of pairs of texts, the path of a text file, a table or a folder of "
+        f"audio, or a `Calibration`, got {type(calibration).__name__}."
     )
 
 
@@ -276,30 +321,42 @@ def read_calibration(
     seed: int = 0,
     **settings: Any,
 ) -> Calibration:
-    """Read calibration text from a file and draw examples of it.
+    """Read calibration text from a file and select examples randomly.
 
     Args:
-        path: UTF-8 text, an example a line, or a table (.csv, .tsv, .json, .jsonl); .gz too.
-        columns: of a table: its column of texts, or two columns of texts that the model reads as pairs; None = "text".
-        target_file: encoder-decoders: the target of each line.
-        target_column: the same in a table.
-        size: how many examples are drawn, two at least; None = 2048.
-        seed: which ones.
-        settings: further fields of `Calibration`.
+        path: UTF-8 text with one example per line, or a table (.csv, .tsv, .json, .jsonl). Both can be compressed
+            (.gz).
+        columns: For a table, its column of texts, or two columns of texts that the model reads as pairs. None: "text".
+        target_file: For encoder-decoders, a file with the target of each line.
+        target_column: For encoder-decoders, the column of targets in a table.
+        size: Maximum number of examples, at least two. None: 2048.
+        seed: Seed of the selection.
+        settings: Further arguments of `Calibration`.
+
+    Returns:
+        The calibration.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if it holds something else, or an argument does not go with it.
+        ValueError: if a file has wrong contents, or an argument does not apply to it.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert, read_calibration
+    >>> calibration = read_calibration("texts.txt", size=1000)
+    >>> model = convert("google-t5/t5-small", num_key_value_heads=2, calibration=calibration)
+    ```
     """
     size = CALIBRATION_SIZE if size is None else size
     if size < MIN_TEXTS:
-        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}; got {size}.")
+        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
     if isinstance(columns, str):
         columns = [columns]
     texts, targets = _read_examples(path, columns, target_file, target_column)
     if len(texts) > size:
-        chosen = sorted(random.Random(seed).sample(range(len(texts)), size))
-        texts, targets = [texts[i] for i in chosen], targets and [targets[i] for i in chosen]
+        rows = sorted(random.Random(seed).sample(range(len(texts)), size))
+        texts, targets = [texts[i] for i in rows], targets and [targets[i] for i in rows]
     return Calibration(texts, targets, **settings)
 
 
@@ -309,21 +366,25 @@ def _read_examples(
     target_file: str | os.PathLike | None,
     target_column: str | None,
 ) -> tuple[list[Any], list[str] | None]:
-    """Read texts, or pairs of them, and the targets, if any."""
-    of_texts = "`columns` of `read_calibration` (--calibration_columns)"
-    of_targets = "`target_column` of `read_calibration` (--calibration_target_column)"
-    text_names = text_columns([path], columns, of_texts)
+    """Read texts or pairs of texts, and targets if there are any. Arguments as for `read_calibration`."""
+    columns_name = "`columns` of `read_calibration` (--calibration_columns)"
+    target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
+    text_names = text_columns([path], columns, columns_name)
     if text_names:
         if target_file is not None:
             raise ValueError(
-                f"`target_file` (--calibration_target_file) is for lines of text; a table takes {of_targets}."
+                "`target_file` (--calibration_target_file) must not be given for a table. Use `target_column` "
+                "(--calibration_target_column)."
             )
-        named = of_texts + (f" and {of_targets}" if target_column else "")
-        rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], named)
+        argument_names = columns_name + (f" and {target_name}" if target_column else "")
+        rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], argument_names)
         texts = [row[: len(text_names)] if len(text_names) == 2 else row[0] for row in rows]
         return texts, [row[-1] for row in rows] if target_column else None
     if target_column is not None:
-        raise ValueError(f"{of_targets} is for a table; {path} is none.")
+        raise ValueError(
+            f"`target_column` (--calibration_target_column) must only be given for a table, got {path}. Use "
+            "`target_file` (--calibration_target_file)."
+        )
     if target_file is None:
         return read_lines([path]), None
     sources, targets = zip(*read_pairs(path, target_file), strict=True)

@@ -1,14 +1,15 @@
-"""New projections fitted to the outputs of the original attention: by regression, and by steps of Adam.
+"""Fitting projections to the outputs of the original attention: by ridge regression, and by Adam.
 
-Least squares with as many unknowns as there are tokens fits the noise of these: on a Whisper's decoder, with 1,200
-tokens of 32 recordings and 513 unknowns for each output, the result was worse on other recordings than zeros. So the
-regression is a ridge regression (Hoerl and Kennard, 1970), its strength is the one with the least error under
-cross-validation over examples, and it may also leave the projection as it is.
+Least squares with as many unknowns as tokens would fit noise. For example, the decoder of a Whisper had 1,200 tokens
+of 32 recordings and 513 unknowns per output: the result was worse on other recordings than zeros. Therefore the output
+projection is computed by ridge regression (Hoerl and Kennard, 1970). Cross-validation over examples selects its
+strength. It can also select the unchanged projection.
 
-With c the heads' outputs and y the source's output, both less their means where there is a bias, it is one of
+Let c be the outputs of the heads and y the output of the original attention, both centered if there is a bias. The
+regression is one of
 
-    W + sum (y - W c) c^T (sum c c^T + k I)^-1      towards the projection W at hand
-    sum y c^T (sum c c^T + k I)^-1                  towards zero: an attention that cannot be followed adds little
+    W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrinks towards the present projection W
+    sum y c^T (sum c c^T + k I)^-1                  shrinks towards zero, for attentions that cannot be reproduced
 """
 
 import math
@@ -21,19 +22,20 @@ from torch import nn
 
 from ..attention_tensors import AttentionTensors, HeadCounts
 from ..calibration_settings import Calibration
-from .recording import AttentionInputs, attend
+from .recording import AttentionInputs, compute_attention
 
-__all__ = ["error_compared_with", "fit", "refit_output", "refits_of_output", "relative_error", "rounded"]
+__all__ = ["error_compared_with", "fit", "refit_output", "refits_of_output", "relative_error", "round_error"]
 
-# This part of the mean second moment is added to each direction's before whitening, lest rare ones be blown up.
+# Share of the mean second moment that is added to each direction before whitening, so that rare directions are not
+# amplified.
 DAMPING = 0.1
-# Steps between two looks at held-out text, and those without gain after which the fit ends.
+# Number of steps between measurements on held-out text, and number of steps without improvement that ends the fit.
 MEASURED_EVERY, PATIENCE = 40, 160
-# Examples are dealt to this many folds.
+# Number of folds for cross-validation.
 FOLDS = 5
-# The values of k to try, as multiples of the mean second moment of c. With plenty of text the first is the best.
+# The values of k for cross-validation, relative to the mean second moment of c. With much text the first is the best.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-# The values to try after a fit, each measured on held-out text.
+# The values of k after a fit. Each result is measured on held-out text.
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
@@ -47,36 +49,39 @@ def fit(
     held_out_error: Callable[[AttentionTensors], float | None],
     on_step: Callable[[], Any] = lambda: None,
 ) -> tuple[AttentionTensors, float | None]:
-    """Fit one attention's projections to outputs by Adam, for as long as that helps on text that is held out.
+    """Fit the projections of one attention to outputs with Adam, as long as the error on held-out text decreases.
 
-    The gradient passes through this attention alone. Adam works on W C^1/2, with C the second moment of what W reads:
-    a step then changes the outputs by as much in all directions that the text takes.
+    The gradient only passes through this attention. Adam optimizes W C^1/2, where C is the second moment of the input
+    of W. A step then changes the outputs equally in all directions that occur in the text.
 
     Args:
-        tensors, heads: the projections to begin with.
-        inputs, targets: what the attention is called with, on text, and the outputs to reach, [b, n, D] each.
-        calibration: the steps, their rate and size.
-        generator: chooses each step's examples.
-        held_out_error: of projections, on held-out text; None where it is no number.
-        on_step: called after each step.
+        tensors: The initial projections.
+        heads: The head counts.
+        inputs: Inputs of the attention on text.
+        targets: Outputs to fit to, [b, n, D] each.
+        calibration: The calibration with the number, learning rate and batch size of the steps.
+        generator: Random number generator that selects the examples of each step.
+        held_out_error: Function that returns the error of projections on held-out text, or None if it is not finite.
+        on_step: Function to call after each step.
 
     Returns:
-        The projections with the least error of those measured on the way, and this error; None = none was a number.
+        The projections with the smallest error of all measurements, and this error. The error is None if none of the
+        measurements was finite.
     """
     coordinates = _Whitened(tensors, heads, inputs)
     rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
-    groups = [{"params": [p], "lr": rate * _rms(p)} for p in coordinates.parameters]
+    groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in coordinates.parameters]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
     steps = calibration.fit_option("fit_steps")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
-    best, least, least_at = tensors, math.inf, 0
+    best, best_error, best_step = tensors, math.inf, 0
     for step in range(1, steps + 1):
         index = int(torch.randint(len(inputs), (1,), generator=generator))
         rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
         rows = rows.to(tensors.query_weight.device)
         batch, target = inputs[index].rows(rows), targets[index][rows]
         with torch.enable_grad():
-            output = attend(coordinates.tensors(), batch, heads.query)[0]
+            output = compute_attention(coordinates.tensors(), batch, heads.query)[0]
             loss = (output - target)[batch.valid].square().mean() / target[batch.valid].var().clamp_min(1e-30)
             optimizer.zero_grad()
             loss.backward()
@@ -85,13 +90,13 @@ def fit(
         on_step()
         if step % MEASURED_EVERY and step < steps:
             continue
-        fitted = coordinates.unwhitened()
+        fitted = coordinates.detached_tensors()
         error = held_out_error(fitted)
-        if error is not None and error < least:
-            best, least, least_at = fitted, error, step
-        elif step - least_at >= PATIENCE:
+        if error is not None and error < best_error:
+            best, best_error, best_step = fitted, error, step
+        elif step - best_step >= PATIENCE:
             break
-    return best, None if math.isinf(least) else least
+    return best, None if math.isinf(best_error) else best_error
 
 
 @torch.no_grad()
@@ -100,12 +105,19 @@ def relative_error(
 ) -> float | None:
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
 
-    None where there is no text, or what comes out is no number.
+    Args:
+        tensors: The projections of the attention.
+        heads: The head counts.
+        inputs: Inputs of the attention on text.
+        targets: Expected outputs, [b, n, D] each.
+
+    Returns:
+        The error, or None if there is no text or the error is not finite.
     """
     if not inputs:
         return None
     pairs = list(zip(inputs, targets, strict=True))
-    errors = [(attend(tensors, batch, heads.query)[0] - target)[batch.valid] for batch, target in pairs]
+    errors = [(compute_attention(tensors, batch, heads.query)[0] - target)[batch.valid] for batch, target in pairs]
     target = torch.cat([target[batch.valid] for batch, target in pairs])
     spread = (target - target.mean(0)).double().square().sum()
     error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
@@ -116,79 +128,90 @@ def relative_error(
 def error_compared_with(
     tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
 ) -> Callable[[AttentionTensors], float | None]:
-    """Return the function that measures other projections' outputs on held-out text against this attention's."""
-    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
+    """Return a function that measures the error of other projections on held-out text against this attention."""
+    targets = [compute_attention(tensors, batch, heads.query)[0] for batch in held_out]
     return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
-def rounded(error: float | None) -> float | None:
-    """Return an error as reports have it."""
+def round_error(error: float | None) -> float | None:
+    """Return an error with the precision of reports."""
     return None if error is None else round(error, 4)
 
 
 class _Whitened:
-    """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back.
+    """The projections W of one attention (the bias is the last column) in whitened coordinates W C^1/2.
 
-    C is of what each reads: the inputs, the latent, the heads' outputs. Keys may be without the bias that values have
-    (Whisper's): one is fitted and left out again, for no softmax sees it.
+    C is the second moment of the input of each projection: hidden states, latents or outputs of the heads. If values
+    have a bias and keys do not (Whisper), a bias of the keys is fitted and then dropped, because a softmax ignores it.
     """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
         self._original = tensors
-        contexts = (attend(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
+        contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
-        memories = (batch.memory[batch.memory_valid()] for batch in inputs)
-        self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
+        key_value_states = (batch.key_value_states[batch.key_mask()] for batch in inputs)
+        self._input_names = {
+            "query": "states",
+            "key": "key_value_states",
+            "value": "key_value_states",
+            "output": "context",
+        }
         has_bias = tensors.value_bias is not None
-        self._maps = {
-            "states": _whitening(states, tensors.query_bias is not None),
-            "context": _whitening(contexts, tensors.output_bias is not None),
+        # For each input, C^-1/2 and C^1/2.
+        self._roots = {
+            "states": _compute_roots(states, tensors.query_bias is not None),
+            "context": _compute_roots(contexts, tensors.output_bias is not None),
         }
         if tensors.latent_weight is None:
-            self._maps["memory"] = _whitening(memories, has_bias)
+            self._roots["key_value_states"] = _compute_roots(key_value_states, has_bias)
         else:
-            self._reads |= {"key": "latent", "value": "latent", "latent": "memory"}
-            latents = (tensors.latent(batch.memory[batch.memory_valid()]) for batch in inputs)
-            self._maps |= {"memory": _whitening(memories, False), "latent": _whitening(latents, has_bias)}
+            self._input_names |= {"key": "latent", "value": "latent", "latent": "key_value_states"}
+            latents = (tensors.latent(batch.key_value_states[batch.key_mask()]) for batch in inputs)
+            self._roots |= {
+                "key_value_states": _compute_roots(key_value_states, False),
+                "latent": _compute_roots(latents, has_bias),
+            }
         self._weights = {
-            role: (self._joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
+            role: (self._pad_joined(role) @ self._roots[name][1]).requires_grad_()
+            for role, name in self._input_names.items()
         }
-        # What a kernel has learned reads heads, not the text: it is fitted as it is.
+        # The learned tensors of a kernel are not whitened, because their inputs are heads.
         names = () if tensors.kernel is None else tensors.kernel.learned
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 
     def tensors(self) -> AttentionTensors:
-        """Return the projections of plain inputs, through which the gradient passes."""
+        """Return the projections in plain coordinates. Gradients pass through them."""
         changed: dict[str, Any] = {"kernel_tensors": self._original.kernel_tensors | self._learned}
-        for role in self._reads:
-            changed |= self._plain(role)
+        for role in self._input_names:
+            changed |= self._unwhiten(role)
         return replace(self._original, **changed)
 
     @torch.no_grad()
-    def unwhitened(self) -> AttentionTensors:
-        """Return them without a gradient, in memory of their own."""
-        plain = {name: tensor for role in self._reads for name, tensor in self._plain(role).items()}
+    def detached_tensors(self) -> AttentionTensors:
+        """Return the projections in plain coordinates without gradients, as copies."""
+        plain = {name: tensor for role in self._input_names for name, tensor in self._unwhiten(role).items()}
         changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
         learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
-    def _joined(self, role: str) -> torch.Tensor:
-        """Return [W | b] as wide as the map of what it reads: where that has a bias and this role none, b is zero."""
+    def _pad_joined(self, role: str) -> torch.Tensor:
+        """Return [W | b]. If the input has a column for a bias and the role has no bias, b is zero."""
         joined = self._original.joined(role)
-        return nn.functional.pad(joined, (0, self._maps[self._reads[role]][1].shape[0] - joined.shape[1]))
+        return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
 
-    def _plain(self, role: str) -> dict[str, torch.Tensor]:
-        plain = self._weights[role] @ self._maps[self._reads[role]][0].T
-        return self._original.parted(role, plain[:, : self._original.joined(role).shape[1]])
+    def _unwhiten(self, role: str) -> dict[str, torch.Tensor]:
+        """Return the fields of a role in plain coordinates."""
+        plain = self._weights[role] @ self._roots[self._input_names[role]][0].T
+        return self._original.split_joined(role, plain[:, : self._original.joined(role).shape[1]])
 
 
-def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return C^-1/2 and C^1/2 of the damped second moment C of rows [n, D], each a map to and from eigenvectors."""
+def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return C^-1/2 and C^1/2 for the damped second moment C of rows [n, D], in coordinates of its eigenvectors."""
     moment: Any = 0.0
     count = 0
     for part in rows:
-        part = _with_one(part) if with_bias else part
+        part = _append_one(part) if with_bias else part
         moment, count, dtype = moment + (part.T @ part).double(), count + part.shape[0], part.dtype
     moment = moment / count
     moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-30))
@@ -196,11 +219,13 @@ def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return (vectors * values.rsqrt()).to(dtype), (vectors * values.sqrt()).to(dtype)
 
 
-def _with_one(states: torch.Tensor) -> torch.Tensor:
+def _append_one(states: torch.Tensor) -> torch.Tensor:
+    """Return states with an additional element of 1, which is the input of the bias."""
     return nn.functional.pad(states, (0, 1), value=1.0)
 
 
-def _rms(tensor: torch.Tensor) -> float:
+def _root_mean_square(tensor: torch.Tensor) -> float:
+    """Return the root mean square of a tensor, or 0.001 if it is zero."""
     return float(tensor.detach().square().mean().sqrt()) or 1e-3
 
 
@@ -208,46 +233,55 @@ def _rms(tensor: torch.Tensor) -> float:
 def refit_output(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
-    """Return the attention with its output projection, and its bias, by regression of the targets on its heads.
+    """Return the attention with a new output projection and bias from a regression of the targets on its heads.
+
+    Cross-validation selects the strength of the regression. The projections must not have been fitted to these outputs
+    already, because cross-validation would overestimate them (use `refits_of_output` then).
 
     Args:
-        tensors, heads: the attention, whose projections were not fitted to these very outputs: cross-validation would
-            take them for better than they are (`refits_of_output`).
-        inputs: what it is called with on text.
-        targets: the outputs to reach there, [b, n, D] each.
+        tensors: The projections of the attention.
+        heads: The head counts.
+        inputs: Inputs of the attention on text.
+        targets: Outputs to fit to, [b, n, D] each.
 
     Returns:
-        The same with another output projection; as it is where cross-validation finds nothing better, or there is a
-        single example.
+        The attention with a new output projection. It is unchanged if cross-validation finds no improvement, or if
+        there is only one example.
     """
-    folds = _folds(tensors, heads, inputs, targets)
+    folds = _compute_folds(tensors, heads, inputs, targets)
     if len(folds) < 2:
         return tensors
-    whole = _total(folds)
+    all_moments = _sum_moments(folds)
     has_bias = tensors.output_bias is not None
     errors: dict[Any, float] = {(None, 0): sum(float(fold.energy[0]) for fold in folds)}
     for fold in folds:
-        for choice, error in _errors(whole - fold, fold, has_bias):
+        for choice, error in _measure_errors(all_moments - fold, fold, has_bias):
             errors[choice] = errors.get(choice, 0.0) + error
     strength, base = min(errors, key=errors.__getitem__)
-    return tensors if strength is None else _with_output(tensors, _Solution(whole, has_bias), strength, base)
+    if strength is None:
+        return tensors
+    return _replace_output(tensors, _RidgeRegression(all_moments, has_bias), strength, base)
 
 
 @torch.no_grad()
 def refits_of_output(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield the attention with its output projection by ridge regression beside the one at hand, by strength.
+    """Yield the attention with output projections from ridge regressions towards the present one, by strength.
 
     Arguments as for `refit_output`.
     """
-    solution = _Solution(_total(_folds(tensors, heads, inputs, targets)), tensors.output_bias is not None)
+    moments = _sum_moments(_compute_folds(tensors, heads, inputs, targets))
+    regression = _RidgeRegression(moments, tensors.output_bias is not None)
     for strength in REFIT_STRENGTHS:
-        yield _with_output(tensors, solution, strength, 0)
+        yield _replace_output(tensors, regression, strength, 0)
 
 
-def _with_output(tensors: AttentionTensors, solution: "_Solution", strength: float, base: int) -> AttentionTensors:
-    weight, bias = solution.of(strength, base)
+def _replace_output(
+    tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, base: int
+) -> AttentionTensors:
+    """Return the attention with the output projection of a regression. `base` as for `_RidgeRegression.solve`."""
+    weight, bias = regression.solve(strength, base)
     old, old_bias = tensors.pair("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
     if old_bias is not None:
@@ -257,20 +291,20 @@ def _with_output(tensors: AttentionTensors, solution: "_Solution", strength: flo
 
 @dataclass(frozen=True)
 class _Moments:
-    """Sums over tokens, in float64, of c and of what is to be reached: y - W c, and y.
+    """Sums over tokens in float64 for regressions on the outputs of heads c, with targets y - W c and y.
 
     Args:
-        count: tokens.
+        count: Number of tokens.
         context: sum c, [in].
-        reached: sums of both, [2, out].
+        target: Sums of both targets, [2, out].
         square: sum c c^T, [in, in].
-        cross: sums of both with c, [2, out, in].
-        energy: sums of the squares of both, [2].
+        cross: Sums of both targets times c, [2, out, in].
+        energy: Sums of the squares of both targets, [2].
     """
 
     count: int
     context: torch.Tensor
-    reached: torch.Tensor
+    target: torch.Tensor
     square: torch.Tensor
     cross: torch.Tensor
     energy: torch.Tensor
@@ -281,38 +315,40 @@ class _Moments:
     def __sub__(self, other: "_Moments") -> "_Moments":
         return _Moments(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def about(self, context: torch.Tensor, reached: torch.Tensor) -> "_Moments":
-        """Return the same of c and of what is to be reached less these means, [in] and [2, out]."""
+    def centered(self, context: torch.Tensor, target: torch.Tensor) -> "_Moments":
+        """Return the moments after subtracting means from c [in] and from both targets [2, out]."""
         square = self.square - torch.outer(self.context, context) - torch.outer(context, self.context)
-        cross = self.cross - self.reached[:, :, None] * context - reached[:, :, None] * self.context
-        energy = self.energy - 2 * (self.reached * reached).sum(1) + self.count * reached.square().sum(1)
+        cross = self.cross - self.target[:, :, None] * context - target[:, :, None] * self.context
+        energy = self.energy - 2 * (self.target * target).sum(1) + self.count * target.square().sum(1)
         square = square + self.count * torch.outer(context, context)
-        cross = cross + self.count * reached[:, :, None] * context
-        sums = self.context - self.count * context, self.reached - self.count * reached
+        cross = cross + self.count * target[:, :, None] * context
+        sums = self.context - self.count * context, self.target - self.count * target
         return _Moments(self.count, *sums, square, cross, energy)
 
 
-def _folds(
+def _compute_folds(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
-    """Return the moments of each fold of the examples."""
+    """Return the moments of each fold of the examples. Arguments as for `refit_output`."""
     folds: dict[int, _Moments] = {}
-    # By its place in a batch an example is in one fold, also where a pass meets it several times (ALBERT's layers).
-    alone = all(len(target) == 1 for target in targets)
+    # The index of an example in its batch selects its fold. Therefore it is in the same fold if a forward pass calls
+    # the module several times (ALBERT). Batches with one example are folds as a whole.
+    is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
-        output, context = attend(tensors, batch, heads.query)
-        missing = target - output
-        rows = torch.arange(len(target)) % FOLDS if not alone else torch.tensor([number % FOLDS])
+        output, context = compute_attention(tensors, batch, heads.query)
+        residual = target - output
+        rows = torch.arange(len(target)) % FOLDS if not is_single else torch.tensor([number % FOLDS])
         for fold in rows.unique().tolist():
-            chosen = (rows == fold).to(target.device)
-            valid = batch.valid[chosen]
-            moments = _moments(context[chosen][valid], missing[chosen][valid], target[chosen][valid])
+            in_fold = (rows == fold).to(target.device)
+            valid = batch.valid[in_fold]
+            moments = _compute_moments(context[in_fold][valid], residual[in_fold][valid], target[in_fold][valid])
             folds[fold] = folds[fold] + moments if fold in folds else moments
     return [fold for fold in folds.values() if fold.count]
 
 
-def _moments(context: torch.Tensor, missing: torch.Tensor, target: torch.Tensor) -> _Moments:
-    both = torch.stack([missing, target])  # [2, rows, out]
+def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torch.Tensor) -> _Moments:
+    """Return the moments of tokens with outputs of the heads c, y - W c and y, [rows, ...] each."""
+    both = torch.stack([residual, target])  # [2, rows, out]
     return _Moments(
         len(context),
         context.sum(0).double(),
@@ -323,49 +359,52 @@ def _moments(context: torch.Tensor, missing: torch.Tensor, target: torch.Tensor)
     )
 
 
-def _total(folds: Sequence[_Moments]) -> _Moments:
+def _sum_moments(folds: Sequence[_Moments]) -> _Moments:
+    """Return the moments of all folds together."""
     total = folds[0]
     for fold in folds[1:]:
         total = total + fold
     return total
 
 
-class _Solution:
-    """The regressions on some examples, for any strength."""
+class _RidgeRegression:
+    """Ridge regressions on some examples. One eigendecomposition serves all strengths."""
 
     def __init__(self, moments: _Moments, has_bias: bool):
-        means: Any = (moments.context / moments.count, moments.reached / moments.count)
+        means: Any = (moments.context / moments.count, moments.target / moments.count)
         self.means = means if has_bias else tuple(torch.zeros_like(mean) for mean in means)
-        moments = moments.about(*self.means)
+        moments = moments.centered(*self.means)
         values, self.vectors = torch.linalg.eigh(moments.square)
         self._values = values.clamp_min(0)
         self._scale = self._values.mean().clamp_min(1e-30)
-        self.cross = moments.cross @ self.vectors  # in the eigenvectors' coordinates, [2, out, in]
+        self.cross = moments.cross @ self.vectors  # in coordinates of the eigenvectors, [2, out, in]
 
     def factors(self, strength: float) -> torch.Tensor:
-        """Return what each eigenvector's part of sum y c^T is multiplied by, [in]."""
+        """Return the factor of each eigenvector's part of sum y c^T, [in]."""
         return 1 / (self._values + strength * self._scale)
 
-    def of(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the map [out, in] and the bias [out]; base 0: beside W, 1: in its place."""
+    def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the solution [out, in] and its bias [out]: to add to W if base is 0, instead of W if it is 1."""
         weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
-        context, reached = self.means
-        return weight, reached[base] - weight @ context
+        context, target = self.means
+        return weight, target[base] - weight @ context
 
 
-def _errors(used: _Moments, left: _Moments, has_bias: bool) -> list[tuple[tuple[float, int], float]]:
-    """Return the squared error on the examples left out, by strength and base."""
-    solution = _Solution(used, has_bias)
-    left = left.about(*solution.means)
-    square = solution.vectors.T @ left.square @ solution.vectors
+def _measure_errors(
+    fit_moments: _Moments, test_moments: _Moments, has_bias: bool
+) -> list[tuple[tuple[float, int], float]]:
+    """Return the squared error on the test examples, by strength and base."""
+    regression = _RidgeRegression(fit_moments, has_bias)
+    test_moments = test_moments.centered(*regression.means)
+    square = regression.vectors.T @ test_moments.square @ regression.vectors
     errors = []
     for base in (0, 1):
-        cross = solution.cross[base]
-        # Of the map with factors f the squared error is E - 2 f a + f G f.
-        agreed = (cross * (left.cross[base] @ solution.vectors)).sum(0)
+        cross = regression.cross[base]
+        # The squared error of the solution with factors f is E - 2 f a + f G f.
+        agreement = (cross * (test_moments.cross[base] @ regression.vectors)).sum(0)
         gram = (cross.T @ cross) * square
         for strength in STRENGTHS:
-            factors = solution.factors(strength)
-            error = float(left.energy[base] - 2 * factors @ agreed + factors @ gram @ factors)
+            factors = regression.factors(strength)
+            error = float(test_moments.energy[base] - 2 * factors @ agreement + factors @ gram @ factors)
             errors.append(((strength, base), error if math.isfinite(error) else math.inf))
     return errors

@@ -1,9 +1,10 @@
-"""Layers whose heads look for a word's other occurrences: which these are, and a conversion that leaves them alone.
+"""Token-matching layers: the layers whose heads attend to other occurrences of the same word.
 
-A model compares two texts by heads that find the same word in the other one ("duplicate token heads", arXiv
-2211.00593, section 3). Shared keys and kernels blur what they find, the outputs on single texts hardly show it, and a
-fine-tuning on pairs then learns late or never (docs/what_did_not_help.md). Few layers have such a head, of MiniLM's
-six two. They can be seen in any text, for words come twice in single texts too. Of a layer with weights P:
+A model compares two texts with heads that find the same word in the other text ("duplicate token heads", arXiv
+2211.00593, section 3). Shared keys and kernels make these heads less precise. This hardly changes the outputs for
+single texts, but a fine-tuning on pairs of texts then learns late or never (docs/what_did_not_help.md). Few layers
+have such a head, two of six in MiniLM. Any text shows them, because words also occur twice in single texts. The share
+of a layer with attention weights P is
 
     s(layer) = max over heads i of  mean over tokens t that occur again of  sum of P_i[t, u] over u != t with x_u = x_t
 """
@@ -19,67 +20,71 @@ from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
-from .batches import Batch, padded, tokens_of
+from .batches import Batch, pad_rows, tokenize_texts
 
 __all__ = ["check_matching_layers", "fields_keeping", "matching_shares"]
 
-# The text that is looked at, texts and tokens of each, since all layers' attention weights are made for a batch. The
-# two layers of MiniLM stand out on a hundred lines. However short a calibration's examples are cut: heads that copy
-# from one part of a text to another (of a reaction, to its product) show only where both parts are read.
-MOST_TEXTS, MOST_TOKENS = 512, 128
-# Fields that change a layer, without their prefix: an encoder's heads, latent and kernel.
-OF_A_LAYER = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
+# Number of texts, and of tokens per text, that are used. The attention weights of all layers must fit into memory. A
+# hundred lines are enough to find the two layers of MiniLM. The length does not depend on the calibration's
+# `max_length`, because heads that copy from one part of a text to another only show if both parts are read.
+MAX_TEXTS, MAX_TOKENS = 512, 128
+# Fields that change a layer, without their prefix: heads, latent and kernel.
+LAYER_FIELDS = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
 
 
 def check_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
 ) -> None:
-    """Check that so many layers can stay as they are, before any text is read.
+    """Check that a number of token-matching layers can stay unchanged. This needs no text.
 
     Args:
-        plan: the conversion of all layers.
-        fields: what it was made of.
-        count: how many layers stay.
-        calibration: the text to find them by.
+        plan: The plan that converts all layers.
+        fields: The fields of this plan.
+        count: Number of layers that stay unchanged.
+        calibration: The calibration whose text is used to find these layers.
 
     Raises:
-        ValueError: if the number is none that leaves a layer to convert; there is no text, or no encoder whose layers
-            have weights of their own; or a layer would not be the same as before, or is settled already.
+        ValueError: if the number leaves no layer to convert, there is no text, there is no encoder, its layers share
+            their weights, or another argument changes all layers or selects layers.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"`keep_matching_layers` must be a number of layers, from 1; got {count!r}.")
-    if plan.hears:
-        raise ValueError("`keep_matching_layers` finds layers by text; this model reads audio.")
+        raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
+    if plan.reads_audio:
+        raise ValueError("`keep_matching_layers` must only be given for models that read text. Leave it out.")
     if calibration is None:
-        raise ValueError("`keep_matching_layers` finds layers by text: give `calibration=` (--calibration_file).")
-    prefix = _prefix(plan)
+        raise ValueError("`keep_matching_layers` needs text to find layers. Give `calibration` (--calibration_file).")
+    prefix = _get_encoder_prefix(plan)
     if prefix is None:
         raise ValueError(
-            f"`keep_matching_layers` is for encoders; {plan.model_class.__name__} is the decoder of a model with one."
+            f"`keep_matching_layers` must only be given for models with an encoder, got {plan.model_class.__name__}. "
+            "Leave it out."
         )
-    names = _asked(prefix, fields)
+    names = _list_layer_fields(prefix, fields)
     if not names:
         raise ValueError(
-            "`keep_matching_layers` is for an encoder's heads, ranks or kernels: give one for all layers "
-            f"(`{prefix}num_key_value_heads`, ...)."
+            "`keep_matching_layers` needs new heads, ranks or a kernel for the other encoder layers. Give "
+            f"`{prefix}num_key_value_heads`, for example."
         )
     by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
-    if also := [name for name in by_layer if _is_of(prefix, name)]:
+    if conflicts := [name for name in by_layer if _is_layer_field(prefix, name)]:
         raise ValueError(
-            f"`keep_matching_layers` chooses layers; `per_layer_values` says it of `{also[0]}`: give one."
+            f"`keep_matching_layers` must not be given with `per_layer_values` of `{conflicts[0]}`. Leave one of them "
+            "out."
         )
     if fields.get(f"{prefix}attention_pattern") is not None:
         raise ValueError(
-            f"`keep_matching_layers` leaves layers as they are; `{prefix}attention_pattern` changes all: give one."
+            f"`keep_matching_layers` must not be given with `{prefix}attention_pattern`, which changes all layers. "
+            "Leave one of them out."
         )
     modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
     if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
         raise ValueError(
-            "`keep_matching_layers` needs layers with weights of their own; those of the source share them."
+            "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
         )
     if count >= len(modules):
         raise ValueError(
-            f"`keep_matching_layers` must leave a layer to convert: there are {len(modules)}; got {count}."
+            f"`keep_matching_layers` must be less than the number of layers ({len(modules)}), got {count}. Give a "
+            "smaller number."
         )
 
 
@@ -87,32 +92,34 @@ def check_matching_layers(
 def matching_shares(
     plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
-    """Return s of each layer of a source's encoder (of a BERT as a decoder: with u < t).
+    """Return the share s of each encoder layer (see the module docstring).
+
+    If the model is a decoder-only BERT, only earlier tokens u < t count.
 
     Args:
-        plan: the conversion of all layers.
-        model: the source as this package's model.
-        tokenizer: the model's.
-        calibration: its texts, or pairs of texts, are read: the first `MOST_TEXTS`, to `MOST_TOKENS` tokens.
+        plan: The plan that converts all layers.
+        model: The original model in this package's class.
+        tokenizer: Its tokenizer.
+        calibration: The calibration. Its first `MAX_TEXTS` texts or pairs are used, up to `MAX_TOKENS` tokens each.
 
     Raises:
-        ValueError: if no word of the text occurs twice in an example, or the tokenizer is not the model's.
+        ValueError: if no example contains a word twice, or the tokenizer does not belong to the model.
     """
-    config, texts = model.config, calibration.texts[:MOST_TEXTS]
+    config, texts = model.config, calibration.texts[:MAX_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    encoder = (model.get_encoder() if _prefix(plan) else model.base_model).eval().to(device)
-    length = min(MOST_TOKENS, longest_input(config) or MOST_TOKENS)
-    encoded, segments = tokens_of(config, tokenizer, texts, length)
+    encoder = (model.get_encoder() if _get_encoder_prefix(plan) else model.base_model).eval().to(device)
+    length = min(MAX_TOKENS, longest_input(config) or MAX_TOKENS)
+    encoded, segments = tokenize_texts(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)
     count = 0
     starts = range(0, len(texts), calibration.batch_rows)
-    for start in progress_bar(starts, desc="looking for words that come twice", leave=False):
+    for start in progress_bar(starts, desc="finding token-matching layers", leave=False):
         rows = slice(start, start + calibration.batch_rows)
-        batch = padded(encoded[rows], tokenizer.pad_token_id)
+        batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
-            batch["token_type_ids"] = padded(segments[rows], 0)["input_ids"]
-        same = _same_words(batch, special)
+            batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
+        same = _find_same_tokens(batch, special)
         if getattr(config, "is_decoder", False):
             same = same.tril()
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -121,7 +128,8 @@ def matching_shares(
         count += int(same.any(-1).sum())
     if not count:
         raise ValueError(
-            "`keep_matching_layers`: no word occurs twice in a text of the calibration; give longer texts."
+            "`keep_matching_layers` needs texts that contain a word twice, and the calibration has none. Give longer "
+            "texts."
         )
     return [round(float(sums[layer].amax()) / count, 4) for layer in range(len(sums))]
 
@@ -129,44 +137,45 @@ def matching_shares(
 def fields_keeping(
     plan: ConversionPlan, fields: Mapping[str, Any], shares: Sequence[float], count: int
 ) -> dict[str, Any]:
-    """Return the fields of a conversion that leaves the layers with the largest shares as they are.
+    """Return the fields of a conversion that leaves the layers with the largest shares unchanged.
 
     Args:
-        plan, fields, count: as they were checked.
-        shares: by layer, as `matching_shares` returned them.
+        plan, fields, count: The arguments of `check_matching_layers`.
+        shares: The share of each layer from `matching_shares`.
     """
-    staying = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
-    by_layer, names = dict(fields.get("per_layer_values") or {}), _asked(_prefix(plan) or "", fields)
+    unchanged = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
+    by_layer = dict(fields.get("per_layer_values") or {})
+    names = _list_layer_fields(_get_encoder_prefix(plan) or "", fields)
     for name in names:
         old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
-        by_layer[name] = [old[layer] if layer in staying else fields[name] for layer in range(len(shares))]
+        by_layer[name] = [old[layer] if layer in unchanged else fields[name] for layer in range(len(shares))]
     return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
 
 
-def _prefix(plan: ConversionPlan) -> str | None:
-    """Return what the names of an encoder's fields begin with; None where there is no encoder."""
+def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
+    """Return the prefix of the fields of an encoder, or None if there is no encoder."""
     if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
         return ""
     return "encoder_" if any(_is_in("encoder_", module) for module in plan.modules) else None
 
 
 def _is_in(prefix: str, module: Any) -> bool:
-    """Say whether an attention is in the stack of a prefix."""
+    """Return whether an attention is in the encoder or decoder with this prefix."""
     return module.site.stack_prefix == prefix
 
 
-def _is_of(prefix: str, name: str) -> bool:
-    """Say whether a field changes the layers of this stack."""
-    return name in [f"{prefix}{each}" for each in OF_A_LAYER]
+def _is_layer_field(prefix: str, name: str) -> bool:
+    """Return whether a field changes the layers of the encoder or decoder with this prefix."""
+    return name in [f"{prefix}{field}" for field in LAYER_FIELDS]
 
 
-def _asked(prefix: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a stack's layers that are given."""
-    return [name for name, value in fields.items() if value is not None and _is_of(prefix, name)]
+def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the given fields that change the layers of the encoder or decoder with this prefix."""
+    return [name for name, value in fields.items() if value is not None and _is_layer_field(prefix, name)]
 
 
-def _same_words(batch: Batch, special: torch.Tensor) -> torch.Tensor:
-    """Return which pairs of tokens are the same, [b, n, n]; none with padding or special tokens."""
+def _find_same_tokens(batch: Batch, special: torch.Tensor) -> torch.Tensor:
+    """Return which pairs of tokens are equal, [b, n, n]. Padding and special tokens are not equal to any token."""
     ids = batch["input_ids"]
     is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
     same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]

@@ -26,32 +26,32 @@ from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import AttentionTensors
-from .batches import read_by_decoder, read_by_encoder
+from .batches import drop_encoder_outputs, reuse_encoder_outputs
 
-__all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs", "recorded_together"]
+__all__ = ["AttentionInputs", "attention_weights", "compute_attention", "group_modules", "record_inputs"]
 
-UNREADABLE = "the source cannot read the calibration: its configuration is wrong"
-# What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
+UNREADABLE = "The original model cannot read the calibration, so its configuration is wrong"
+# Maximum size of recorded inputs. If the modules need more, they are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one attention module was called with, on one batch.
+    """The inputs of one call of an attention module with a batch.
 
     Args:
-        states: the inputs x of the queries, [b, n, D_x].
-        memory: the inputs y of the keys and values, [b, m, D_y]; in self-attention `states` itself, and the latent
-            where the model has one.
-        mask: additive, broadcastable to [b, h, n, m], or None.
-        position_bias: [1, h, n, m] or None.
-        valid: which queries are tokens and not padding, [b, n].
-        scaling: the factor of the dot products.
-        is_causal: whether query i attends to keys 0..i alone (where there is no mask that says so).
+        states: Inputs x of the queries, [b, n, D_x].
+        key_value_states: Inputs y of the keys and values, [b, m, D_y]. In self-attention they are the same tensor as
+            `states`. If the model has a latent, they are the latent.
+        mask: Additive mask that broadcasts to [b, h, n, m], or None.
+        position_bias: Position bias [1, h, n, m], or None.
+        valid: Whether queries are tokens, not padding, [b, n].
+        scaling: Factor of the dot products.
+        is_causal: Whether query i only attends to keys 0..i. It is False if `mask` contains this already.
     """
 
     states: torch.Tensor
-    memory: torch.Tensor
+    key_value_states: torch.Tensor
     mask: torch.Tensor | None
     position_bias: torch.Tensor | None
     valid: torch.Tensor
@@ -59,78 +59,92 @@ class AttentionInputs:
     is_causal: bool = False
 
     def rows(self, index: torch.Tensor) -> AttentionInputs:
-        """Return some examples of the batch."""
-        memory = self.memory[index]
-        states = memory if self.memory is self.states else self.states[index]
+        """Return the inputs of some examples of the batch."""
+        key_value_states = self.key_value_states[index]
+        states = key_value_states if self.key_value_states is self.states else self.states[index]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        return replace(self, states=states, memory=memory, mask=mask, valid=self.valid[index])
+        return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
 
-    def memory_valid(self) -> torch.Tensor:
-        """Return which keys and values some query may read, [b, m]."""
-        if self.memory is self.states:
+    def key_mask(self) -> torch.Tensor:
+        """Return which keys and values at least one query can attend to, [b, m]."""
+        if self.key_value_states is self.states:
             return self.valid
+        batch_size, length = self.key_value_states.shape[:2]
         if self.mask is None:
-            return torch.ones(self.memory.shape[:2], dtype=torch.bool, device=self.memory.device)
+            return torch.ones(batch_size, length, dtype=torch.bool, device=self.key_value_states.device)
         reachable = self.mask.amax(1) > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
-        return reachable.any(1).expand(self.memory.shape[0], -1)
+        return reachable.any(1).expand(batch_size, -1)
 
 
-def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one attention on recorded inputs, by torch's fused kernels or by its own one.
+def compute_attention(
+    tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output of one attention for recorded inputs, with torch's fused attention or with its own kernel.
+
+    Args:
+        tensors: The projections of the attention.
+        inputs: The recorded inputs.
+        query_heads: Number of query heads.
 
     Returns:
-        The output [b, n, D] and the heads' outputs [b, n, h*d]. Those of a query that may read nothing, and their
-        gradients, are arbitrary: read the valid ones alone.
+        The output [b, n, D] and the outputs of the heads [b, n, h*d]. Rows of queries without keys, and the gradients
+        of these rows, are arbitrary: only use valid rows.
     """
-    projected = _projected(tensors, inputs, query_heads)
+    projected = _project_heads(tensors, inputs, query_heads)
     if tensors.kernel is None:
-        context = fused_attention(*projected, **_options(inputs)).flatten(2)
+        context = fused_attention(*projected, **_attention_arguments(inputs)).flatten(2)
     else:
-        # The last query's row is of all keys but padding.
+        # The last query attends to all keys except padding, so its row is the mask of the keys.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
         query, key, value = projected
-        attention: Any = tensors  # which has what an attention with a kernel computes with
+        attention: Any = tensors  # it has the attributes of a module with a kernel
         context = attend_by_kernel(attention, query, key, value, mask, inputs.scaling)[0].flatten(2)
     return tensors.project("output", context), context
 
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
-    """Return the weights [b, h, n, m] of one attention on recorded inputs."""
-    return attention_with_weights(*_projected(tensors, inputs, query_heads), **_options(inputs))[1]
+    """Return the attention weights [b, h, n, m] for recorded inputs. Arguments as for `compute_attention`."""
+    return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_attention_arguments(inputs))[1]
 
 
-def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
-    """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
+def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
+    """Return the queries [b, h, n, d], and the keys and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    memory = tensors.latent(inputs.memory)
-    reads = (("query", inputs.states), ("key", memory), ("value", memory))
-    return [tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in reads]
+    latent = tensors.latent(inputs.key_value_states)
+    role_inputs = (("query", inputs.states), ("key", latent), ("value", latent))
+    return [
+        tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in role_inputs
+    ]
 
 
-def _options(inputs: AttentionInputs) -> dict[str, Any]:
+def _attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
+    """Return the arguments of attention functions that recorded inputs contain."""
     return {name: getattr(inputs, name) for name in ("mask", "position_bias", "scaling", "is_causal")}
 
 
 @torch.no_grad()
-def recorded_inputs(
+def record_inputs(
     model: AttnVariantModelMixin, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
-    """Run a model over batches and return what its attentions were called with, {path: calls}.
+    """Run a model on batches and record the inputs of its attentions.
 
     Args:
-        model: one of this package's, with its own heads.
-        paths: the attentions' paths inside the base model; one that is called several times in a pass (ALBERT's shared
-            layers) has an entry for each call.
-        batches: the model's arguments, with their attention masks.
+        model: A model of this package.
+        paths: Paths of attention modules inside the base model.
+        batches: Model inputs with their attention masks.
+
+    Returns:
+        {path: inputs of each call}. A module that a forward pass calls several times (ALBERT's shared layers) has
+        one item for each call.
     """
     recorder = _Recorder(model, paths)
-    arguments = read_by_decoder if recorder.is_of_decoder() else read_by_encoder
+    arguments = reuse_encoder_outputs if recorder.only_needs_decoder() else drop_encoder_outputs
     implementation = model.config._attn_implementation
     device = next(model.parameters()).device
-    with recorder.hooked():
+    with recorder.record():
         model.set_attn_implementation(RECORDING)
         try:
-            for batch in progress_bar(batches, desc="reading the text", unit="batch", leave=False):
+            for batch in progress_bar(batches, desc="recording attention inputs", unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 with as_value_error(UNREADABLE), suppress(_AllRecorded):
                     model.base_model(**arguments(recorder.batch))
@@ -141,34 +155,34 @@ def recorded_inputs(
 
 
 class _AllRecorded(Exception):
-    """Ends a forward pass once everything is recorded."""
+    """Raised to end a forward pass when all attentions are recorded."""
 
 
 class _Recorder:
-    """Collects the calls of some attentions, in the order in which they happen."""
+    """A recorder of the inputs of some attentions, in the order of their calls."""
 
     def __init__(self, model: AttnVariantModelMixin, paths: Sequence[str]):
         self.batch: dict[str, torch.Tensor] = {}
         self._calls_in_batch = 0
-        self._calls_expected: int | None = None  # as many as in the first batch
+        self._calls_expected: int | None = None  # the number of calls in the first batch
         self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
-        # By the submodule that calls the attention function: path, site, and the linear maps of queries and keys.
+        # For each submodule that calls the attention function: path, site, and the query and key projections.
         self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
         for site, path, module in model.named_attentions():
             if path in self.calls:
-                maps = module.get_submodule(site.query), module.get_submodule(site.key)
-                self._modules[module.get_submodule(site.core)] = (path, site, *maps)
+                projections = module.get_submodule(site.query), module.get_submodule(site.key)
+                self._modules[module.get_submodule(site.core)] = (path, site, *projections)
         self._inputs: dict[nn.Module, torch.Tensor] = {}
 
-    def is_of_decoder(self) -> bool:
-        """Say whether all that is recorded happens after the encoder."""
+    def only_needs_decoder(self) -> bool:
+        """Return whether all recorded attentions are in the decoder."""
         return all(site.stack == "decoder" for _, site, _, _ in self._modules.values())
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Record while the block runs."""
-        maps = [linear for _, _, *linears in self._modules.values() for linear in linears]
-        hooks = [linear.register_forward_pre_hook(self._note_input) for linear in maps]
+    def record(self) -> Iterator[None]:
+        """Record all calls within this context."""
+        projections = [linear for _, _, *linears in self._modules.values() for linear in linears]
+        hooks = [linear.register_forward_pre_hook(self._store_input) for linear in projections]
         token = _RECORDER.set(self)
         try:
             yield
@@ -178,10 +192,11 @@ class _Recorder:
                 hook.remove()
 
     def end_batch(self) -> None:
-        """Note how many calls a batch has."""
+        """Store the number of calls in the batch."""
         self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
 
-    def _note_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def _store_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Store the input of a projection (a forward pre-hook)."""
         self._inputs[module] = args[0]
 
     def attention(
@@ -195,19 +210,19 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The attention function of upstream's interface: notes what it is called with, and answers."""
+        """Record a call of the attention function and return its result (the interface of Transformers)."""
         if module in self._modules:
-            path, site, query_map, key_map = self._modules[module]
-            states, memory = self._inputs[query_map], self._inputs[key_map]
+            path, site, query_linear, key_linear = self._modules[module]
+            states, key_value_states = self._inputs[query_linear], self._inputs[key_linear]
             mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
-            # A decoder alone has its text where others have the encoder's; all of audio's positions count.
+            # The mask of a decoder-only model is `attention_mask`. Audio has no mask, so all positions are valid.
             valid = self.batch.get(mask_name, self.batch.get("attention_mask"))
             valid = torch.ones_like(states[..., 0], dtype=torch.bool) if valid is None else valid.bool()
-            mask, bias = _mask_and_bias(module, query, key, attention_mask, position_bias, **kwargs)
+            mask, bias = _compute_mask_and_bias(module, query, key, attention_mask, position_bias, **kwargs)
             causal = mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
             bias = None if bias is None else bias[:1]
-            self.calls[path].append(AttentionInputs(states, memory, mask, bias, valid, factor, causal))
+            self.calls[path].append(AttentionInputs(states, key_value_states, mask, bias, valid, factor, causal))
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
@@ -215,7 +230,7 @@ class _Recorder:
         return attend(module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs)
 
 
-def _mask_and_bias(
+def _compute_mask_and_bias(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -223,15 +238,15 @@ def _mask_and_bias(
     position_bias: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the additive mask and the bias by which full attention reads what a call does; a pattern's is in them."""
+    """Return the additive mask and the bias that give full attention the same result as an attention pattern."""
     bias = position_bias
 
-    @from_first_token  # which moves rows, and the weights back: here the mask stands for them
+    @from_first_token  # it moves rows, and moves the attention weights back: here, the mask takes their place
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         reach = kwargs.get("reach", module.reach)
-        told = (reach, query, key, mask, position_bias, global_tokens_of(reach, kwargs))
-        mask, bias = as_full_attention(*told)
+        global_tokens = global_tokens_of(reach, kwargs)
+        mask, bias = as_full_attention(reach, query, key, mask, position_bias, global_tokens)
         if mask is not None:
             shape = query.shape[0], *mask.shape[1:]
             mask = mask.expand(shape)
@@ -244,32 +259,40 @@ def _mask_and_bias(
     return mask, bias
 
 
-# The recorder of the conversion that runs in this thread; none is kept when it is over.
+# The recorder of the conversion in this thread. It is reset afterwards, so that no model stays in memory.
 _RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
 
 
 def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the recorder of this thread."""
     return _RECORDER.get().attention(*args, **kwargs)
 
 
-# Registered by name because that is how upstream finds a function and the mask that it needs.
+# Transformers finds attention functions, and the masks that they need, by name.
 AttentionInterface.register(RECORDING, _recording_attention)
 AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
 
 
-def recorded_together(
+def group_modules(
     modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
-    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`.
+    """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 
-    An attention's own inputs count for each, the encoder's outputs once for all cross-attentions.
+    Each module needs memory for its own inputs. All cross-attentions of a group share the encoder outputs.
+
+    Args:
+        modules: The attention modules.
+        model_class: Class of the model.
+        config: Its configuration.
+        batches: The batches to record.
     """
-    read, written = map(sum, zip(*map(_positions, batches), strict=True))
+    encoder_positions, decoder_positions = map(sum, zip(*map(_count_positions, batches), strict=True))
 
     def size(module: AttentionModule, others: list[AttentionModule]) -> int:
-        own = (written if module.site.stack == "decoder" else read) * model_class.module_runs(config, module.name)
+        positions = decoder_positions if module.site.stack == "decoder" else encoder_positions
+        positions *= model_class.module_runs(config, module.name)
         is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
-        return (own + (read if is_first else 0)) * config.hidden_size * 4
+        return (positions + (encoder_positions if is_first else 0)) * config.hidden_size * 4
 
     group: list[AttentionModule] = []
     total = 0
@@ -283,11 +306,12 @@ def recorded_together(
         yield group
 
 
-def _positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Return how many positions the encoder (or the only stack) and the decoder read of a batch.
+def _count_positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Return the number of positions that the encoder (or the only stack) and the decoder read in a batch.
 
-    Of audio's features [b, bins, frames] the encoder reads every other frame.
+    The encoder reads every second frame of audio features [b, bins, frames].
     """
     audio = batch.get("input_features")
-    read = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2
-    return read, batch["decoder_input_ids"].numel() if "decoder_input_ids" in batch else read
+    encoder_positions = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2
+    has_decoder = "decoder_input_ids" in batch
+    return encoder_positions, batch["decoder_input_ids"].numel() if has_decoder else encoder_positions

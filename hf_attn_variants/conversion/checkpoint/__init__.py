@@ -1,1 +1,1 @@
-"""Tensors by name, from files or a model, and into files."""
+"""Reading and writing checkpoints: tensors from files or models, and into files."""

@@ -1,4 +1,4 @@
-"""Models of a checkpoint's tensors: loaded by Transformers, read from memory, or built in memory."""
+"""Models from tensors: loading them with Transformers, reading their tensors, and building them in memory."""
 
 import copy as copying
 import logging
@@ -18,7 +18,7 @@ from ...files import load_json
 from ...modeling.mechanisms.kernels.kernel_table import drawn_names
 from ...modeling.variant_names import plain_implementation
 from .source import learned_tokens, local_folder
-from .tensor_files import CheckpointReader, TensorEntry, checked_finite, dtype_name
+from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -34,71 +34,86 @@ __all__ = [
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
+# JSON files of a tokenizer that must be objects.
 TOKENIZER_OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-# What a tokenizer is read from, by the endings of the names.
+# Suffixes of the files that a tokenizer can be loaded from.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".model", ".spm", ".bpe", ".vocab")
 
 
 @contextmanager
 def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
-    """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
-    folder = local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    """Yield the name to load a checkpoint from. Loading errors within this context become OSError or ValueError.
+
+    Args:
+        source: A folder or a Hub id.
+    """
+    # If a path does not exist, Transformers would complain about an invalid Hub id, so this is checked first.
+    folder = local_folder(source)
     name = os.fspath(source)
-    # transformers, huggingface_hub and safetensors each have errors of their own.
+    # Transformers, huggingface_hub and safetensors raise their own types of errors.
     try:
-        with _held_mismatches() as reports:
+        with _delay_mismatch_reports() as reports:
             yield os.path.expanduser(source)
     except (ValueError, OSError) as error:
         if name in str(error):
             raise
-        what = f"there is no folder {name!r}, and as a Hub id" if folder is None else name
+        prefix = f"There is no folder {name!r}, and as a Hub id" if folder is None else name
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{what}: {' '.join(str(error).split())}") from error
+        raise kind(f"{prefix}: {' '.join(str(error).split())}") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise
         if reports:
-            raise ValueError(f"{name}: its config.json does not fit its weights: {reports[0]}") from error
-        # Two lines: huggingface_hub's first one names the field and its second one the value.
+            raise ValueError(f"{name}: config.json does not match the weights: {reports[0]}") from error
+        # The first line of errors of huggingface_hub is the field, and the second line is the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
 
 @contextmanager
-def _held_mismatches() -> Iterator[list[str]]:
-    """Hold transformers' tables of tensors that do not fit back until it is clear that this is no error.
+def _delay_mismatch_reports() -> Iterator[list[str]]:
+    """Delay the log records of Transformers about mismatching tensors until it is clear that there is no error.
 
     Yields:
-        What they say of the first tensor of each.
+        A list that gets the first mismatch of each record.
     """
     reports: list[str] = []
-    held: list[logging.LogRecord] = []
+    delayed: list[logging.LogRecord] = []
 
-    def hold(record: logging.LogRecord) -> bool:
+    def delay(record: logging.LogRecord) -> bool:
         line = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
         if line is None:
             return record.levelno >= level
         reports.append(f"{line[1]}: {line[2].strip()}")
-        held.append(record)
+        delayed.append(record)
         return False
 
     logger = logging.getLogger("transformers.modeling_utils")
-    own, level = logger.level, logger.getEffectiveLevel()
-    logger.addFilter(hold)
-    if level > logging.WARNING:  # where only errors are shown
-        logger.setLevel(logging.INFO)  # of a logger that is at WARNING itself, transformers wants to know more
+    old_level, level = logger.level, logger.getEffectiveLevel()
+    logger.addFilter(delay)
+    if level > logging.WARNING:  # only errors are shown
+        logger.setLevel(logging.INFO)  # Transformers only makes these records if its logger shows warnings
     try:
         yield reports
     finally:
-        logger.removeFilter(hold)
-        logger.setLevel(own)
-    for record in held:
+        logger.removeFilter(delay)
+        logger.setLevel(old_level)
+    for record in delayed:
         if record.levelno >= level:
             logger.handle(record)
 
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer; errors as for `reading_checkpoint` and `check_learned_tokens`."""
+    """Load the tokenizer of a checkpoint.
+
+    Args:
+        source: A folder or a Hub id.
+        advice: As for `check_learned_tokens`.
+        options: Arguments of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        OSError, ValueError: as for `reading_checkpoint`, `check_tokenizer_files` and `check_learned_tokens`.
+    """
     with reading_checkpoint(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -107,88 +122,107 @@ def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) ->
 
 
 def check_tokenizer_files(source: str, advice: str = "") -> None:
-    """Check that a folder can hold a tokenizer, and the JSON beside it, of which transformers expects objects.
+    """Check that a folder has files of a tokenizer, and that its JSON files contain objects as Transformers expects.
 
     Args:
-        source: the folder, or a Hub id, of which nothing is checked.
-        advice: as for `check_learned_tokens`.
+        source: A folder, or a Hub id, for which nothing is checked.
+        advice: As for `check_learned_tokens`.
 
     Raises:
-        OSError: if the folder has nothing that a tokenizer could be read from.
-        ValueError: for JSON that is something else; the message names the file.
+        OSError: if the folder has no file that a tokenizer can be loaded from.
+        ValueError: if a JSON file has other contents. The message names the file.
     """
     folder = Path(source)
     if folder.is_dir() and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in _file_names(folder)):
-        raise _no_tokenizer(source, advice)
+        raise _no_tokenizer_error(source, advice)
     for name in TOKENIZER_OBJECTS:
         path = folder / name
         value = load_json(path, "utf-8-sig") if path.is_file() else {}
         if not isinstance(value, dict):
-            raise ValueError(f"{path} must be a JSON object, got a {type(value).__name__}: mend or remove it")
-        if name == "added_tokens.json" and (wrong := [key for key, each in value.items() if type(each) is not int]):
-            raise ValueError(f"{path}: the token {wrong[0]!r} must have a number, got {value[wrong[0]]!r:.60}")
+            raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}. Correct or remove it.")
+        if name == "added_tokens.json" and (wrong := [key for key, token in value.items() if type(token) is not int]):
+            raise ValueError(
+                f"{path}: the token {wrong[0]!r} must have an integer id, got {value[wrong[0]]!r:.60}. Correct it."
+            )
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
-    """Check that a tokenizer was made of files: without any, transformers v5 makes one that knows no word.
+    """Check that a tokenizer was loaded from files. Without files, Transformers v5 makes one that knows no words.
 
     Args:
-        tokenizer: as transformers loaded it.
-        source: from where.
-        advice: what to do, the end of the message, with what divides it from the rest.
+        tokenizer: A tokenizer that Transformers loaded.
+        source: The folder or Hub id that it was loaded from.
+        advice: The end of the message with the advice what to do, including the preceding punctuation.
 
     Raises:
-        OSError: if it was not; the message says which files there are.
+        OSError: if the tokenizer has no vocabulary. The message names the files of the folder.
     """
     if learned_tokens(tokenizer):
         return
     folder = Path(os.path.expanduser(source))
-    if found := [name for name in _file_names(folder) if name.endswith(TOKENIZER_FILES)]:
+    if names := [name for name in _file_names(folder) if name.endswith(TOKENIZER_FILES)]:
         raise FileNotFoundError(
-            f"{os.fspath(source)} has {', '.join(found)}, and AutoTokenizer reads no word from it: a "
-            f"{type(tokenizer).__name__} needs other files, or these are of another tokenizer{advice}"
+            f"{os.fspath(source)} has {', '.join(names)}, but AutoTokenizer finds no words there, because a "
+            f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
         )
-    raise _no_tokenizer(source, advice)
+    raise _no_tokenizer_error(source, advice)
 
 
 def _file_names(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def _no_tokenizer(source: str | os.PathLike, advice: str) -> FileNotFoundError:
+def _no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundError:
+    """Return the error for a folder without tokenizer files."""
     return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
 def model_of_tensors(
     model_class: type[ModelT], config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
 ) -> ModelT:
-    """Return a model of a folder's tensors, as `from_pretrained` makes it of the folder itself.
+    """Return a model with the tensors of a folder, as `from_pretrained` loads it from the folder itself.
+
+    Args:
+        model_class: Class of the model.
+        config: Its configuration.
+        tensors: {name: tensor} for all tensors.
+        folder: The folder, for messages.
+        options: Further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if they do not fit the configuration.
+        ValueError: if the tensors do not match the configuration.
     """
 
-    def named(record: logging.LogRecord) -> bool:
+    def insert_folder(record: logging.LogRecord) -> bool:
         record.msg = str(record.msg).replace("from: None", f"from: {folder}")
         return True
 
-    # The report on tensors that are missing, or too many, says where these come from.
+    # The report about missing and unexpected tensors names the source of the tensors.
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(named)
+    logger.addFilter(insert_folder)
     try:
         with reading_checkpoint(folder):
             return model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     finally:
-        logger.removeFilter(named)
+        logger.removeFilter(insert_folder)
 
 
 class ModelReader:
-    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory, which is finite."""
+    """A reader of the tensors of a model in memory. `read` does not copy them, but checks that they are finite.
+
+    Args:
+        model: A model of Transformers.
+
+    Raises:
+        ValueError: if the model is not from Transformers, has an adapter, or is not in memory.
+    """
 
     def __init__(self, model: nn.Module):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
+                f"`model` must be a Transformers model, got {type(model).__name__}. If it is a wrapper like those "
+                "of peft, give the model inside."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         drawn = tuple(f".{name}" for name in drawn_names())
@@ -197,18 +231,21 @@ class ModelReader:
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:
                 raise ValueError(
-                    f"the model holds an adapter ({name!r}): merge it first (peft's `merge_and_unload`), or convert "
-                    "the model without it and train the adapter on the converted one."
+                    f"`model` must not have an adapter, got {name!r}. Merge it first (`merge_and_unload` of peft), or "
+                    "convert the model without it and train the adapter on the converted model."
                 )
             if tensor.device.type == "meta":
-                raise ValueError(f"{name!r} is not in memory (device meta): load the model without offloading first.")
+                raise ValueError(
+                    f"{name!r} must be in memory, but it is on the device meta. Load the model without offloading."
+                )
             self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def read(self, name: str) -> torch.Tensor:
-        return checked_finite(self._tensors[name].detach(), name)
+        """Return one tensor after checking that it is finite."""
+        return require_finite(self._tensors[name].detach(), name)
 
 
-# Both have `entries` and `read`.
+# Both classes have `entries` and `read`.
 TensorSource = CheckpointReader | ModelReader
 
 
@@ -219,16 +256,20 @@ def assemble(
     model: PreTrainedModel,
     copy: bool = False,
 ) -> ModelT:
-    """Build a model of tensors by name; tied weights, buffers and all other state as in `model`.
+    """Build a model from named tensors. Tied weights, buffers and all other state are those of `model`.
 
     Args:
-        copy: copy the tensors that are `model`'s own memory.
+        model_class: Class of the new model.
+        config: Its configuration.
+        tensors: {name: tensor} for all tensors.
+        model: The original model.
+        copy: Whether to copy tensors that share the memory of `model`.
     """
     with torch.device("meta"):
         built = model_class(config)
     sources = dict(model.named_parameters(remove_duplicate=False))
     parameters: dict[int, nn.Parameter] = {}
-    buffers = {name for name, _ in built.named_buffers()} & tensors.keys()  # a kernel's random vectors
+    buffers = {name for name, _ in built.named_buffers()} & tensors.keys()  # random vectors of a kernel
     for name, tensor in tensors.items():
         if name in buffers:
             continue
@@ -242,18 +283,19 @@ def assemble(
         _set_tensor(built, name, buffer.clone())
     for name in buffers:
         _set_tensor(built, name, tensors[name].clone())
-    return _with_state(built, model)
+    return _copy_state(built, model)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Replace a parameter or a buffer of a model."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    of_module: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-    of_module[leaf] = tensor
+    module_tensors: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    module_tensors[leaf] = tensor
 
 
-def _with_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
-    """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
+def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
+    """Copy state that is not in tensors: training mode, attention implementation, checkpointing, generation."""
     converted.train(model.training)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -262,16 +304,17 @@ def _with_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
             )
     implementation = model.config._attn_implementation
     converted.set_attn_implementation(plain_implementation(implementation))
-    # An untied T5 is not tied, whatever its class says.
+    # The weights of an untied T5 must not be tied, although its class ties them.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     converted.all_tied_weights_keys = {
         name: to for name, to in (converted.all_tied_weights_keys or {}).items() if name in tied
     }
     if getattr(model, "generation_config", None) is not None:
         converted.generation_config = copying.deepcopy(model.generation_config)
-    left = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
-    if left:
+    missing = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
+    if missing:
         raise ValueError(
-            f"the model has no tensor {left[0]!r}: it is not a plain {converted.config.model_type} model."
+            f"`model` must be a plain {converted.config.model_type} model, but it has no tensor {missing[0]!r}. "
+            "Convert the model without additions."
         )
     return converted

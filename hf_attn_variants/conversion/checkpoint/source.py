@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, checked before it is read, its configuration, and the files beside its weights."""
+"""The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights."""
 
 import logging
 import os
@@ -35,18 +35,18 @@ __all__ = [
     "check_source",
     "check_whole_model",
     "copy_side_files",
+    "explain_unsafe_path",
     "learned_tokens",
     "local_folder",
     "read_config",
     "resolve_source",
     "side_files",
-    "warn_of_own_code",
-    "why_not_read",
+    "warn_about_remote_code",
 ]
 
 logger = logging.getLogger(__name__)
 
-# What transformers, peft and this package read of a folder by its name.
+# Patterns of files that Transformers, peft and this package read by their names.
 LOADED = (
     "*.json",
     "*.safetensors",
@@ -61,18 +61,18 @@ LOADED = (
 )
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 SAFETENSORS_SUFFIX = ".safetensors"
-# Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
+# Weights in other formats have the original heads. Next to the converted weights, they would be a different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
-# What the names of this package's classes have, and the entries of `auto_map` that lead to a model's code.
-OWN_CLASSES, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
+# Part of the names of this package's classes, and the beginning of `auto_map` entries for model code.
+CLASS_PREFIX, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
-def why_not_read(path: Path, folder: Path) -> str | None:
-    """Say why a file or folder in a checkpoint's folder is not read; None where it is.
+def explain_unsafe_path(path: Path, folder: Path) -> str | None:
+    """Return why a file or folder inside a checkpoint folder is not read, or None if it is.
 
-    Links are read within the folder, and into the Hub's cache, which is made of them.
+    Links within the folder and into the cache of the Hub are read. Other links, pipes and devices are not.
     """
     target, home = path.resolve(), folder.resolve()
     snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
@@ -89,25 +89,25 @@ def check_files(folder: Path) -> None:
     """Check the files of a folder that loaders read by their names.
 
     Raises:
-        OSError: if one is a link out of the folder or to nothing, or a pipe or a device; or if a run was killed while
+        OSError: if a file is a link out of the folder, a broken link, a pipe or a device, or if a run was killed while
             it wrote the folder.
     """
     if advice := unfinished_model_advice(folder):
-        raise FileNotFoundError(f"{folder} holds no whole model: {advice}")
+        raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
         if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):
             continue
         if not path.exists():
-            raise FileNotFoundError(f"{path} is a link to a file that is not there: mend or remove it.")
-        if reason := why_not_read(path, folder):
-            raise OSError(f"{path} is {reason}, which is not read: put a copy of the file in its place.")
+            raise FileNotFoundError(f"{path} is a broken link. Repair or remove it.")
+        if reason := explain_unsafe_path(path, folder):
+            raise OSError(f"{path} is {reason}, and is not read for safety. Replace it by a copy of the file.")
 
 
 def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
-    """Check that a folder holds a model by itself: no adapter, and weights that are no pickle unless these may be.
+    """Check that a folder contains a complete model: no adapter, and no pickled weights unless they are allowed.
 
     Raises:
-        ValueError: if it does not; what of it is missing is said by whoever reads it.
+        ValueError: if it does not. Missing files are not checked here.
     """
     files = os.listdir(folder)
     check_no_adapter(str(folder), files)
@@ -116,56 +116,60 @@ def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
 
 
 def check_no_adapter(name: str, files: list[str]) -> None:
-    """Check that a checkpoint is a whole model and not an adapter of peft.
+    """Check that a checkpoint is a complete model and not an adapter of peft.
 
     Args:
-        name: the checkpoint's folder or Hub id.
-        files: the names of its files.
+        name: Folder or Hub id of the checkpoint.
+        files: Names of its files.
 
     Raises:
         ValueError: if an adapter is among the files.
     """
     adapter_files = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
     if adapter_files:
-        kind = "an adapter beside whole weights" if {*WEIGHTS} & {*files} else "an adapter alone, and no model"
+        kind = "an adapter next to complete weights" if {*WEIGHTS} & {*files} else "only an adapter"
         raise ValueError(
-            f"{name} holds {kind} ({', '.join(adapter_files)}). Merge the adapter into its base model first (peft's "
-            "`merge_and_unload`), or remove these files to use the model alone."
+            f"{name} must be a model without an adapter, got {kind} ({', '.join(adapter_files)}). Merge the adapter "
+            "into its base model first (`merge_and_unload` of peft), or remove these files to use the model without."
         )
 
 
 def check_no_pickle(name: str, files: list[str]) -> None:
-    """Raise ValueError if the weights among the files of a checkpoint are pickles alone."""
+    """Check that a checkpoint has weights in other formats than pickle.
+
+    Raises:
+        ValueError: if it only has pickled weights.
+    """
     weights = [file for file in WEIGHTS if file in files]
     if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
         raise ValueError(
-            f"{name}: {weights[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
+            f"{name}: {weights[0]} is a pickle, which can run code when it is loaded. Use a safetensors copy, or give "
             "allow_pickle=True (--allow_pickle of `attn-variants convert`, which makes such a copy) to read its "
             "tensors with weights_only=True."
         )
 
 
 def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
-    """Return the folder that a checkpoint's name means; None where there is none and the name can be a Hub id.
+    """Return the folder of a checkpoint, or None if it does not exist and the name can be a Hub id.
 
     Args:
-        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+        model_name_or_path: A folder, or an id such as "google-bert/bert-base-uncased".
 
     Raises:
-        OSError: if it is empty, a file, or a path (it starts with ".", "/" or "~", ends with "/", or has more than one
-            "/") at which there is nothing; or of a folder, as `check_files` says.
+        OSError: if the name is empty, a file, or a path that does not exist. A name is a path if it starts with ".",
+            "/" or "~", ends with "/", or contains more than one "/". Also as for `check_files`.
     """
     name = os.fspath(model_name_or_path)
     if not name:
-        raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
+        raise FileNotFoundError("The name of the checkpoint must not be empty. Give a folder or a Hub id.")
     path = Path(name).expanduser()
     if path.is_dir():
         check_files(path)
         return path
     if path.exists():
-        raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
+        raise NotADirectoryError(f"{name!r} is a file. Give the folder of the checkpoint, {str(path.parent)!r}.")
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
-        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
+        raise FileNotFoundError(f"There is no folder {name!r}, and it is not a Hub id. Check the path.")
     return None
 
 
@@ -176,22 +180,22 @@ def resolve_source(
     allow_pickle: bool = False,
     weights: bool = True,
 ) -> Path:
-    """Return the folder of a checkpoint; one that is named by its Hub id is downloaded into the Hub's cache.
+    """Return the folder of a checkpoint. If the name is a Hub id, the checkpoint is downloaded into the cache.
 
     Args:
-        model_name_or_path: as for `local_folder`.
-        revision: branch, tag or commit on the Hub.
-        token: the Hub token, for private and gated repositories.
-        allow_pickle: download pytorch_model.bin where the repository has no safetensors file.
-        weights: whether its weights will be read; if not, a repository of pickles serves as well.
+        model_name_or_path: As for `local_folder`.
+        revision: Branch, tag or commit on the Hub.
+        token: Token of the Hub, for private and gated repositories.
+        allow_pickle: Whether to download pytorch_model.bin if the repository has no safetensors file.
+        weights: Whether the weights will be read. If not, pickled weights are not checked.
 
     Raises:
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
-        ValueError: if it is an adapter, or its weights are pickles, which were not allowed.
+        ValueError: if the checkpoint is an adapter, or its weights are pickles and these are not allowed.
     """
     name, folder = os.fspath(model_name_or_path), local_folder(model_name_or_path)
     if folder is not None and revision is not None:
-        raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+        raise ValueError(f"`revision` must only be given for a Hub id, got the folder {name!r}. Leave it out.")
     if folder is None:
         return _download(name, revision, token, allow_pickle, weights)
     if weights:
@@ -200,11 +204,11 @@ def resolve_source(
 
 
 def check_source(model_name_or_path: str | os.PathLike) -> None:
-    """Check a checkpoint that transformers is to load: a folder as `resolve_source` does, a repository by its list.
+    """Check a checkpoint before Transformers loads it: a folder as in `resolve_source`, a repository by its file list.
 
     Raises:
         OSError: if there is no such folder.
-        ValueError: if it is an adapter, or its weights are pickles.
+        ValueError: if the checkpoint is an adapter, or its weights are pickles.
     """
     from huggingface_hub import HfApi
 
@@ -213,7 +217,7 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
     if folder is None:
         try:
             files = HfApi().list_repo_files(name)
-        except Exception:  # no such repository, or none that answers: a copy in the cache will do
+        except Exception:  # the repository does not exist or cannot be reached: use a copy in the cache
             folder = cached_folder(name)
     if folder is not None:
         check_whole_model(folder)
@@ -223,7 +227,7 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
 
 
 def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """Return where a checkpoint lies that `resolve_source` found, without asking the Hub; None where it is gone."""
+    """Return the folder of a checkpoint that was resolved before, without network access, or None if it is gone."""
     from huggingface_hub import snapshot_download
 
     name = os.fspath(model_name_or_path)
@@ -234,46 +238,47 @@ def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json.
+    """Return the config.json of a checkpoint.
 
     Raises:
-        OSError: if there is none.
-        ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are no list of names.
+        OSError: if the file does not exist.
+        ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are not a list of names.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
+        raise FileNotFoundError(f"{folder} must contain {CONFIG_NAME}. Give the folder of a Transformers checkpoint.")
     config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
+        raise ValueError(f"{path} must contain `model_type`. Give the folder of a Transformers checkpoint.")
     architectures = config.get("architectures")
     is_list = isinstance(architectures, list | None)
     if not is_list or not all(isinstance(name, str) for name in architectures or ()):
-        raise ValueError(f"{path}: `architectures` must be a list of class names; got {architectures!r}.")
+        raise ValueError(f"{path}: `architectures` must be a list of class names, got {architectures!r}.")
     return config
 
 
 def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
-    """List what lies beside a checkpoint's weights and config.json.
+    """List the files of a checkpoint other than its weights and config.json.
 
-    Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if
-    allowed, pickled) weights go along. Left out: other copies of the model's weights, training state and checkpoints,
-    and results that describe the source.
+    The tokenizer, the generation configuration, and the further modules of a sentence-transformers model with their
+    safetensors weights are copied (pickled weights only if they are allowed). Other copies of the weights, training
+    states and checkpoints, and results that describe the original model are left out.
 
     Args:
-        folder: the checkpoint.
-        weight_files: the files that the converter reads.
-        allow_pickle: take the pickled weights of sentence-transformers modules along.
+        folder: The checkpoint.
+        weight_files: Files that the converter reads.
+        allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
 
     Returns:
-        The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
+        The sorted relative paths of files to copy, and of files to leave out. The path of a folder that is left out
+        ends in "/".
 
     Raises:
-        OSError: if one to copy is a link that leads nowhere, or a module is a link out of the folder; other links out
-            of it are left out, with a warning.
+        OSError: if a file to copy is a broken link, or a module is a link out of the folder. Other links out of the
+            folder are left out with a warning.
     """
     modules = _module_folders(folder)
-    # The history is read too, and written anew with the source's own step.
+    # The history is read too, and a new one is written that includes the conversion.
     read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
@@ -281,10 +286,11 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     left_out: list[str] = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
-        inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
+        # Links to a parent folder would lead to endless recursion.
+        inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]
         inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
         skipped = [name for name in inside if relative == Path(".") and _is_skipped_folder(name)]
-        skipped += [name for name in inside if name not in skipped and _is_refused(folder, relative / name, modules)]
+        skipped += [name for name in inside if name not in skipped and _is_unsafe(folder, relative / name, modules)]
         subfolders[:] = [name for name in inside if name not in skipped]
         left_out += [f"{(relative / name).as_posix()}/" for name in skipped]
         for file in files:
@@ -292,28 +298,29 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             if path in read:
                 continue
             is_result = relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES)
-            travels = not is_result and _travels(file, relative.as_posix() in modules, allow_pickle)
-            if travels and not (folder / path).exists():
-                raise FileNotFoundError(f"{folder / path} is a link to a file that is not there: mend or remove it.")
-            travels = travels and not _is_refused(folder, relative / file, modules)
-            (copied if travels else left_out).append(path)
+            is_copied = not is_result and _is_copied(file, relative.as_posix() in modules, allow_pickle)
+            if is_copied and not (folder / path).exists():
+                raise FileNotFoundError(f"{folder / path} is a broken link. Repair or remove it.")
+            is_copied = is_copied and not _is_unsafe(folder, relative / file, modules)
+            (copied if is_copied else left_out).append(path)
     return sorted(copied), sorted(left_out)
 
 
-def warn_of_own_code(config: Mapping[str, Any]) -> None:
-    """Warn of model code that an upstream checkpoint brings (`auto_map` of its config.json): nothing here runs it.
+def warn_about_remote_code(config: Mapping[str, Any]) -> None:
+    """Warn about remote code of a model (`auto_map` in its config.json), because the conversion does not run it.
 
-    The checkpoint is read as the model that its `model_type` names. Code of tokenizers and processors stays in use.
+    The checkpoint is converted as the model of its `model_type`. Remote code of tokenizers and processors is not
+    affected.
     """
-    named = config.get("auto_map") or {}
-    classes = [str(named[auto]) for auto in named if auto.startswith(MODEL_AUTO_CLASSES)]
-    if others := [name for name in classes if OWN_CLASSES not in name]:
-        message = "the checkpoint brings code of its own (%s), which is not run: it is converted as transformers' %s"
+    auto_map = config.get("auto_map") or {}
+    classes = [str(auto_map[auto]) for auto in auto_map if auto.startswith(MODEL_AUTO_CLASSES)]
+    if others := [name for name in classes if CLASS_PREFIX not in name]:
+        message = "The remote code of the checkpoint (%s) is not run. It is converted as the %s model of Transformers."
         logger.warning(message, ", ".join(others), config.get("model_type"))
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
-    """Copy files by their relative paths, as `side_files` lists them: links to files are copied as these."""
+    """Copy files by their relative paths from `side_files`. Links are copied as files."""
     for name in files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -321,23 +328,28 @@ def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
 
 
 def learned_tokens(tokenizer: Any) -> set[str]:
-    """Return the tokens of a tokenizer that are not special or added: none where it was made without files."""
+    """Return the tokens of a tokenizer that are not special or added; none if it was made without files."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 
-def _is_refused(folder: Path, path: Path, modules: set[str]) -> bool:
-    """Whether a file or folder is a link out of the folder, or a pipe; an error where a module lies there."""
-    if (reason := why_not_read(folder / path, folder)) is None:
+def _is_unsafe(folder: Path, path: Path, modules: set[str]) -> bool:
+    """Return whether a file or folder is left out for safety (see `explain_unsafe_path`).
+
+    Raises:
+        OSError: if it belongs to a module of a sentence-transformers model, which cannot be left out.
+    """
+    if (reason := explain_unsafe_path(folder / path, folder)) is None:
         return False
     if modules & {path.as_posix(), path.parent.as_posix()}:
-        raise OSError(f"{folder / path} is {reason}, which is not read: put a copy of it in its place.")
-    logger.warning("%s is left out: it is %s", folder / path, reason)
+        raise OSError(f"{folder / path} is {reason}, and is not read for safety. Replace it by a copy of the file.")
+    logger.warning("%s is left out, because it is %s.", folder / path, reason)
     return True
 
 
-def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
+def _is_copied(file: str, in_module: bool, allow_pickle: bool) -> bool:
+    """Return whether a file is copied, judged by its name."""
     name = file.lower()
-    # An adapter in a folder of its own is of heads that the model has no more.
+    # An adapter, even in a folder of its own, does not fit the new heads.
     if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOGS)):
         return False
     if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
@@ -350,11 +362,13 @@ def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
 
 
 def _is_skipped_folder(name: str) -> bool:
+    """Return whether a folder at the top level of a checkpoint is left out."""
     return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith(("checkpoint-", "global_step"))
 
 
 def _module_folders(folder: Path) -> set[str]:
-    # sentence-transformers lists its modules, each in a folder of its own; the model itself has the path "".
+    """Return the relative paths of the modules of a sentence-transformers model, except the model itself."""
+    # The path of the model itself is "".
     try:
         modules = load_json(folder / SENTENCE_MODULES_NAME)
         return {Path(module["path"]).as_posix() for module in modules if module["path"]}
@@ -363,6 +377,7 @@ def _module_folders(folder: Path) -> set[str]:
 
 
 def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool, weights: bool) -> Path:
+    """Download a checkpoint into the cache. Arguments and errors as for `resolve_source`."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -372,8 +387,8 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             files = HfApi().list_repo_files(**arguments)
         except (HfHubHTTPError, HFValidationError):
             raise
-        except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
-            folder = Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+        except Exception:  # the Hub cannot be reached, or HF_HUB_OFFLINE is set: use a copy in the cache
+            folder = Path(snapshot_download(**arguments, local_files_only=True))
             if weights:
                 check_whole_model(folder, allow_pickle)
             return folder
@@ -381,45 +396,52 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             check_no_adapter(name, files)
         if weights and not allow_pickle:
             _check_pickles(name, files)
-        return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
+        return _download_snapshot(allow_patterns=list(_select_files(files, allow_pickle)), **arguments)
     except HFValidationError as error:
-        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
+        raise FileNotFoundError(f"There is no folder {name!r}, and it is not a Hub id. Check the path.") from error
     except LocalEntryNotFoundError as error:
         raise OSError(
-            f"There is no folder {name!r}; as a Hub id it is not in the cache, and the Hub cannot be reached."
+            f"There is no folder {name!r}, and as a Hub id it is not in the cache and the Hub cannot be reached. "
+            "Check the network connection."
         ) from error
     except HfHubHTTPError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"There is no folder {name!r}, and the Hub refused it as an id: {reason}") from error
+        raise OSError(f"There is no folder {name!r}, and the Hub does not accept it as an id: {reason}") from error
 
 
-def _fetch(**arguments: Any) -> Path:
+def _download_snapshot(**arguments: Any) -> Path:
+    """Download a repository. Connection errors of any library become OSError."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(**arguments))
-    except OSError:  # the Hub's answers, and the disk's
+    except OSError:  # errors of the Hub and of the disk
         raise
-    except Exception as error:  # a connection that breaks has errors of the HTTP library
+    except Exception as error:  # the HTTP library has its own errors for broken connections
         if type(error).__module__.startswith("huggingface_hub"):
             raise
         raise OSError(
-            f"The download of {arguments['repo_id']!r} broke off ({type(error).__name__}: {error}): repeat the "
-            "command, which keeps what has come."
+            f"The download of {arguments['repo_id']!r} was interrupted ({type(error).__name__}: {error}). Repeat the "
+            "command, which continues the download."
         ) from error
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are."""
+    """Check that a repository has weights in other formats than pickle. Warn about modules that only have pickles.
+
+    Raises:
+        ValueError: if the repository only has pickled weights.
+    """
     check_no_pickle(name, files)
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
     unskipped = [folder for folder in folders if not _is_skipped_folder(folder.split("/")[0])]
     lost = [folder for folder in unskipped if f"{folder}/{WEIGHTS_NAME}" not in files]
     if SENTENCE_MODULES_NAME in files and lost:
-        logger.warning("the weights of %s are pickles and not copied (see --allow_pickle)", ", ".join(lost))
+        logger.warning("The pickled weights of %s are not copied. Give --allow_pickle to copy them.", ", ".join(lost))
 
 
-def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
+def _select_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
+    """Yield the files of a repository that are downloaded."""
     has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:
         top, slash, _ = name.partition("/")

@@ -1,9 +1,10 @@
-"""Checkpoints read and written tensor by tensor: safetensors files, or pickles read on request.
+"""Reading and writing checkpoints tensor by tensor: safetensors files, or pickles on request.
 
-No reader holds more than one tensor, or one chunk of it, in memory. The safetensors format: 8 bytes of header length
-(little-endian), a JSON header with each tensor's dtype, shape and byte range, then the bytes. `safetensors.safe_open`
-would do less here: it maps files, so a file cut while it is read ends the process (SIGBUS) and its pages count as
-memory; its errors do not tell a short file from a long one; and it slices rows, where packed dtypes need bytes.
+A reader holds at most one tensor, or one chunk of it, in memory. A safetensors file consists of 8 bytes with the
+length of the header (little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the bytes.
+`safetensors.safe_open` is not used for three reasons. It maps files into memory, so a file that is truncated during
+reading ends the process (SIGBUS), and its pages count as memory. Its errors do not distinguish a file that is too
+short from one that is too long. It slices rows, and packed dtypes need bytes.
 """
 
 import json
@@ -30,10 +31,10 @@ __all__ = [
     "SafetensorsWriter",
     "TensorEntry",
     "cast",
-    "checked_finite",
     "dtype_name",
     "element_size",
     "open_checkpoint",
+    "require_finite",
     "write_index",
 ]
 
@@ -57,34 +58,34 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CASTABLE = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 16 * 2**20
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a torch dtype.
 
     Raises:
-        ValueError: if the format has none.
+        ValueError: if the format does not support the dtype.
     """
     if dtype not in DTYPE_NAMES:
-        raise ValueError(f"safetensors cannot store tensors of {dtype}.")
+        raise ValueError(f"`dtype` must be a dtype that safetensors can store, got {dtype}.")
     return DTYPE_NAMES[dtype]
 
 
 def element_size(dtype: str) -> int:
-    """Return the bytes of one element.
+    """Return the size of one element in bytes.
 
     Raises:
-        ValueError: for a dtype that cannot be written.
+        ValueError: if tensors of this dtype cannot be written.
     """
     if dtype not in TORCH_DTYPES:
-        raise ValueError(f"tensors of dtype {dtype} cannot be written.")
+        raise ValueError(f"Tensors of dtype {dtype} cannot be written. Convert the original, unquantized model.")
     return TORCH_DTYPES[dtype].itemsize
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: file, dtype by its safetensors name, shape, and its range of bytes in the file's data."""
+    """The location of a tensor: file, dtype (safetensors name), shape, and byte range in the data of the file."""
 
     file: str
     dtype: str
@@ -99,31 +100,38 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor takes; a ValueError for a dtype that cannot be written."""
+        """The size of the tensor in bytes. Raises `ValueError` if its dtype cannot be written."""
         return self.numel * element_size(self.dtype)
 
     @property
     def is_floating(self) -> bool:
-        """Whether the elements are floating-point numbers of a type that `--dtype` converts."""
+        """Whether the elements are floating-point numbers of a dtype that `--dtype` converts."""
         return self.dtype in CASTABLE
 
 
-def checked_finite(tensor: torch.Tensor, name: str, place: object = "the model") -> torch.Tensor:
-    """Return a tensor whose numbers are all finite.
+def require_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
+    """Return a tensor after checking that its elements are finite.
+
+    Args:
+        tensor: The tensor.
+        name: Its name, for the message.
+        location: The file or model that contains it, for the message.
 
     Raises:
-        ValueError: for one that holds NaN or infinite numbers, of which no conversion makes anything.
+        ValueError: if an element is NaN or infinite.
     """
     if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
         lowest, largest = (tensor.float() if tensor.element_size() == 1 else tensor.detach()).aminmax()
         if not (lowest.isfinite() and largest.isfinite()):
             kind = "NaN" if largest.isnan() or lowest.isnan() else "infinite numbers"
-            raise ValueError(f"{place}: the tensor {name!r} holds {kind}; mend the checkpoint, or train it again.")
+            raise ValueError(
+                f"{location}: the tensor {name!r} must be finite, got {kind}. Repair the checkpoint or train it again."
+            )
     return tensor
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert a tensor's elements to `dtype`.
+    """Convert the elements of a tensor to `dtype`.
 
     Raises:
         ValueError: if a finite number becomes infinite.
@@ -132,18 +140,18 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
         if overflowed.any():
-            raise ValueError(f"{name!r} holds numbers too large for {dtype}; choose bfloat16 or float32.")
+            raise ValueError(f"{name!r} contains numbers that are too large for {dtype}. Use bfloat16 or float32.")
     return converted
 
 
 class CheckpointReader(ABC):
-    """The tensors of a checkpoint folder, read one at a time; a ValueError for one that is not finite.
+    """A reader of the tensors of a checkpoint folder. It reads one tensor at a time and checks that it is finite.
 
     Attributes:
-        folder: the checkpoint's folder.
-        files: the weight files in order.
-        entries: every tensor's `TensorEntry` by name, in the order of the files.
-        index_metadata: the index's `metadata`, or None where the weights are one file.
+        folder: Folder of the checkpoint.
+        files: Names of the weight files in order.
+        entries: {name: `TensorEntry`} for every tensor, in the order of the files.
+        index_metadata: The `metadata` of the index, or None if there is one weight file.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -152,11 +160,11 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in memory of its own."""
+        """Return one tensor in its own memory."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield one tensor's elements as short flat tensors (uint8 where torch has no such dtype)."""
+        """Yield the elements of one tensor as short flat tensors (uint8 if torch does not have the dtype)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -170,11 +178,11 @@ class CheckpointReader(ABC):
 
 
 class SafetensorsReader(CheckpointReader):
-    """Reads safetensors files; every header and file size is checked before the first tensor is read.
+    """A reader of safetensors files. It checks all headers and file sizes before it reads the first tensor.
 
     Raises:
-        OSError: for a file that is missing or shorter than its header says.
-        ValueError: for a header or an index that is not one.
+        OSError: if a file is missing or shorter than its header says.
+        ValueError: if a header or an index is invalid.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -187,45 +195,52 @@ class SafetensorsReader(CheckpointReader):
             for name, entry in entries.items():
                 if name in self.entries:
                     raise ValueError(
-                        f"{folder}: tensor {name!r} is in both {self.entries[name].file} and {file}; remove one."
+                        f"{folder}: the tensor {name!r} is in both {self.entries[name].file} and {file}. Remove one."
                     )
                 self.entries[name] = entry
 
     def read(self, name: str) -> torch.Tensor:
+        """Return one tensor in its own memory."""
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
-            raise ValueError(f"{self.folder / entry.file}: {name!r} has dtype {entry.dtype}, which torch cannot read.")
-        elements = self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
-        return checked_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
+            raise ValueError(
+                f"{self.folder / entry.file}: {name!r} must have a dtype that torch can read, got {entry.dtype}. "
+                "Convert the original, unquantized model."
+            )
+        elements = self._read_elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
+        return require_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of one tensor as short flat tensors (uint8 if torch does not have the dtype)."""
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            elements = self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
-            yield checked_finite(elements, name, self.folder / entry.file)
+            elements = self._read_elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
+            yield require_finite(elements, name, self.folder / entry.file)
 
     def close(self) -> None:
+        """Close the files."""
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
-    def _elements(self, entry: TensorEntry, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    def _read_elements(self, entry: TensorEntry, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Read a byte range as a flat tensor."""
         handle = self._handles.get(entry.file)
         if handle is None:
             handle = self._handles[entry.file] = open(self.folder / entry.file, "rb")
         buffer = bytearray(end - begin)
         handle.seek(self._data_starts[entry.file] + begin)
         if handle.readinto(buffer) != len(buffer):
-            raise OSError(f"{self.folder / entry.file} became shorter while it was read.")
+            raise OSError(f"{self.folder / entry.file} was truncated while it was read. Repeat the command.")
         return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 
 class PickleReader(CheckpointReader):
-    """Reads `torch.save` files with `weights_only=True`, memory-mapped where their format allows it.
+    """A reader of `torch.save` files with `weights_only=True`, memory-mapped if their format supports it.
 
     Raises:
-        ValueError: for a file that holds more than tensors.
+        ValueError: if a file contains other objects than tensors.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -234,21 +249,29 @@ class PickleReader(CheckpointReader):
         for file in files:
             for name, tensor in _load_pickle(folder / file).items():
                 if not isinstance(tensor, torch.Tensor):
-                    raise ValueError(f"{folder / file}: {name!r} is a {type(tensor).__name__}, not a tensor.")
+                    raise ValueError(
+                        f"{folder / file}: {name!r} must be a tensor, got {type(tensor).__name__}. Save only the "
+                        "`state_dict` of the model."
+                    )
                 if name in self.entries:
-                    raise ValueError(f"{folder}: tensor {name!r} is in both {self.entries[name].file} and {file}.")
+                    raise ValueError(
+                        f"{folder}: the tensor {name!r} is in both {self.entries[name].file} and {file}. Remove one."
+                    )
                 self.entries[name] = TensorEntry(file, dtype_name(tensor.dtype), tuple(tensor.shape))
                 self._tensors[name] = tensor
 
     def read(self, name: str) -> torch.Tensor:
-        return checked_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
+        """Return one tensor in its own memory."""
+        return require_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of one tensor as short flat tensors."""
         flat = self._tensors[name].contiguous().reshape(-1)
         for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
-            yield checked_finite(chunk, name, self.folder / self.entries[name].file)
+            yield require_finite(chunk, name, self.folder / self.entries[name].file)
 
     def close(self) -> None:
+        """Release the tensors."""
         self._tensors.clear()
 
 
@@ -256,12 +279,15 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
     """Open the weights of a checkpoint folder: one safetensors file, or shards with an index.
 
     Args:
-        folder: holds model.safetensors, or model.safetensors.index.json and its shards, or their pickle twins.
-        allow_pickle: read pytorch_model.bin where there is no safetensors file.
+        folder: Folder with model.safetensors, or with model.safetensors.index.json and its shards, or with pickles.
+        allow_pickle: Whether to read pytorch_model.bin if there is no safetensors file.
+
+    Returns:
+        A reader of the tensors. It is a context manager.
 
     Raises:
-        OSError: for a folder without weights, a missing or a truncated file.
-        ValueError: for a corrupt header or index, or a pickle that was not allowed.
+        OSError: if the folder has no weights, or a file is missing or truncated.
+        ValueError: if a header or an index is invalid, or the weights are pickles that are not allowed.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_NAME).is_file():
@@ -271,7 +297,7 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
     pickles = [name for name in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if (folder / name).is_file()]
     if not pickles:
         raise FileNotFoundError(
-            f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: not a safetensors checkpoint."
+            f"{folder} must contain {WEIGHTS_NAME} or {INDEX_NAME}. Give the folder of a safetensors checkpoint."
         )
     if not allow_pickle:
         check_no_pickle(str(folder), pickles)
@@ -281,39 +307,50 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
 
 
 def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Return the sorted shards and the metadata of an index, after checking that all shards exist."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index["weight_map"]
         files = list(dict.fromkeys(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not an index of shards ({type(error).__name__}: {error}).") from error
+        raise ValueError(
+            f"{path} must be an index of shards ({type(error).__name__}: {error}). Download it again."
+        ) from error
     for file in files:
-        # A path in an index would let a checkpoint read, and its conversion write, outside its folder.
+        # With a path in its index, a checkpoint could be read, and its conversion be written, outside its folder.
         if not isinstance(file, str) or file in ("", ".", "..") or any(character in file for character in "/\\:\0"):
-            raise ValueError(f"{path} names the shard {file!r}; a shard must be a file in the same folder.")
+            raise ValueError(f"{path}: a shard must be a file in the same folder, got {file!r}. Correct the index.")
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{path.parent}: {len(missing)} of {len(files)} shards are missing: {', '.join(sorted(missing)[:5])}; "
-            "download the checkpoint again."
+            f"{path.parent}: {len(missing)} of {len(files)} shards are missing: {', '.join(sorted(missing)[:5])}. "
+            "Download the checkpoint again."
         )
     metadata = index.get("metadata")
     return sorted(files), metadata if isinstance(metadata, dict) else {}
 
 
 def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
+    """Return the position of the data in a safetensors file, and its tensors in the order of their bytes.
+
+    Raises:
+        OSError: if the file is truncated or a git-lfs pointer.
+        ValueError: if its header is invalid, or does not match its size.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if length < 0:
-            raise OSError(f"{path} is truncated: {size} bytes are no safetensors file; download it again.")
+            raise OSError(f"{path} is truncated: {size} bytes are too few for a safetensors file. Download it again.")
         if prefix.startswith(b"version "):
-            raise OSError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`.")
+            raise OSError(f"{path} is a git-lfs pointer instead of the file. Run `git lfs pull`.")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file: its header would be {length} bytes long.")
+            raise ValueError(
+                f"{path} is not a safetensors file: its header would have {length} bytes. Download it again."
+            )
         if 8 + length > size:
-            raise OSError(f"{path} is truncated inside its header ({size} bytes); download it again.")
+            raise OSError(f"{path} is truncated inside its header ({size} bytes). Download it again.")
         raw = file.read(length)
     try:
         header = json.loads(raw)
@@ -323,29 +360,36 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
             for name, fields in header.items()
         }
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
-        data_end = _checked_data_end(entries)
+        data_end = _check_byte_ranges(entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} has a corrupt header ({type(error).__name__}: {error}); download it again."
+            f"{path} has a corrupt header ({type(error).__name__}: {error}). Download it again."
         ) from error
     expected = 8 + length + data_end
     if size < expected:
-        raise OSError(f"{path} is truncated: {size:,} bytes of {expected:,}; download it again.")
+        raise OSError(f"{path} is truncated: {size:,} bytes of {expected:,}. Download it again.")
     if size > expected:
-        raise ValueError(f"{path} is {size:,} bytes long, its header describes {expected:,}; download it again.")
+        raise ValueError(f"{path} has {size:,} bytes, but its header describes {expected:,}. Download it again.")
     return 8 + length, entries
 
 
-def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
+def _check_byte_ranges(entries: Mapping[str, TensorEntry]) -> int:
+    """Check that the byte ranges of tensors are valid and contiguous, and return the end of the last one.
+
+    Raises:
+        ValueError: if they are not.
+    """
     position = 0
     for name, entry in entries.items():
         if type(entry.begin) is not int or type(entry.end) is not int:
-            raise ValueError(f"the bytes of {name!r} are [{entry.begin!r:.40}, {entry.end!r:.40}), no whole numbers")
+            raise ValueError(
+                f"the byte range of {name!r} is [{entry.begin!r:.40}, {entry.end!r:.40}), not two integers"
+            )
         if not isinstance(entry.dtype, str) or not all(type(n) is int and n >= 0 for n in entry.shape):
             raise ValueError(f"{name!r} has dtype {entry.dtype!r} and shape {entry.shape!r}")
         if entry.begin != position or entry.end < entry.begin:
             raise ValueError(
-                f"the bytes of {name!r} are [{entry.begin}, {entry.end}), expected to start at {position}"
+                f"the byte range of {name!r} is [{entry.begin}, {entry.end}), expected to start at {position}"
             )
         if entry.dtype in TORCH_DTYPES and entry.end - entry.begin != entry.nbytes:
             raise ValueError(f"{name!r} has {entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
@@ -354,31 +398,41 @@ def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+    """Load a pickle with `weights_only=True` and return its tensors, {name: tensor}."""
     try:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
-            # Files from before torch 1.6 are no zip archives and cannot be mapped.
+            # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read with weights_only=True: {reason}") from error
     if not isinstance(tensors, Mapping):
-        raise ValueError(f"{path} holds a {type(tensors).__name__}, not the tensors of a model by name.")
+        raise ValueError(
+            f"{path} must contain the `state_dict` of a model, got {type(tensors).__name__}. Save the `state_dict`."
+        )
     return tensors
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor, in any order; the header is written first.
+    """A writer of one safetensors file, tensor by tensor in any order. It writes the header first.
 
     Args:
-        path: the file; must not exist.
-        tensors: every tensor's dtype (safetensors name) and shape, by name.
-        metadata: the header's strings.
+        path: The file. It must not exist.
+        tensors: {name: (dtype as a safetensors name, shape)} for every tensor.
+        metadata: Strings for the header.
 
     Raises:
-        KeyError: for a tensor that is unknown or written twice.
-        ValueError: for a tensor of another dtype or shape, or (at `close`) a missing one.
+        KeyError: if a tensor is unknown or written twice.
+        ValueError: if a tensor has another dtype or shape, or (at `close`) is missing.
+
+    Example:
+
+    ```py
+    >>> with SafetensorsWriter(Path("model.safetensors"), {"weight": ("F32", (2, 3))}) as writer:
+    ...     writer.write("weight", torch.zeros(2, 3))
+    ```
     """
 
     def __init__(
@@ -386,12 +440,12 @@ class SafetensorsWriter:
     ):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
-        # Wide elements first, as the format's own serialiser does: each tensor starts on a multiple of its element.
+        # Large elements first, as in the format's own library, so that each tensor is aligned to its element size.
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
             begin, position = position, position + math.prod(shape) * element_size(dtype)
             self._layout[name] = TensorEntry(path.name, dtype, tuple(shape), begin, position)
-        header = _header_bytes(self._layout, metadata or {})
+        header = _make_header(self._layout, metadata or {})
         self._start = len(header)
         self._missing = set(self._layout)
         self._file = open(path, "xb")
@@ -403,13 +457,13 @@ class SafetensorsWriter:
         entry = self._layout[name]
         if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype):
             raise ValueError(
-                f"{self.path.name}: {name!r} was announced as {entry.dtype} {list(entry.shape)} and came as "
-                f"{tensor.dtype} {list(tensor.shape)}."
+                f"{self.path.name}: {name!r} must be {entry.dtype} {list(entry.shape)}, got {tensor.dtype} "
+                f"{list(tensor.shape)}."
             )
         self.write_chunks(name, [tensor.detach().to("cpu").contiguous().reshape(-1)])
 
     def write_chunks(self, name: str, chunks: Iterable[torch.Tensor]) -> None:
-        """Write a tensor's elements, given as flat tensors one after another."""
+        """Write the elements of a tensor from consecutive flat tensors."""
         entry = self._layout[name]
         self._file.seek(self._start + entry.begin)
         written = 0
@@ -417,16 +471,17 @@ class SafetensorsWriter:
             written += self._file.write(chunk.view(torch.uint8).numpy().data)
         if written != entry.end - entry.begin:
             raise ValueError(
-                f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written."
+                f"{self.path.name}: {name!r} must have {entry.end - entry.begin} bytes, got {written} bytes."
             )
         self._missing.remove(name)
 
     def close(self) -> None:
-        """Finish the file."""
+        """Close the file and check that all tensors were written."""
         self._file.close()
         if self._missing:
             raise ValueError(
-                f"{self.path.name}: {len(self._missing)} tensors were not written, e.g. {min(self._missing)!r}."
+                f"{self.path.name}: all tensors must be written, but {len(self._missing)} are missing, for example "
+                f"{min(self._missing)!r}."
             )
 
     def __enter__(self) -> "SafetensorsWriter":
@@ -441,7 +496,13 @@ class SafetensorsWriter:
 def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
     """Write the index of a sharded checkpoint of `size` bytes.
 
-    The sizes that the source's `metadata` tells are brought up to date, the rest of it is kept.
+    The sizes in the `metadata` of the original index are updated. Its other values do not change.
+
+    Args:
+        path: The file to write.
+        entries: All tensors.
+        metadata: The metadata of the original index.
+        size: Size of all tensors in bytes.
     """
     metadata = dict(metadata) | {"total_size": size}
     if "total_parameters" in metadata:
@@ -450,7 +511,8 @@ def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mappin
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _header_bytes(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file, including its length."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for name, entry in layout.items():
         header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}

@@ -19,8 +19,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder, with_lengths
-from ...conversion.calibration.examples import heard, read_features
+from ...conversion.calibration.batches import (
+    IGNORED,
+    add_text_lengths,
+    drop_encoder_outputs,
+    make_next_token_labels,
+    reuse_encoder_outputs,
+)
+from ...conversion.calibration.examples import make_audio_batch, read_features
 from ...conversion.calibration_settings import Calibration
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...progress import progress_bar
@@ -68,7 +74,7 @@ class HeldOutText:
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
         """Return the summed loss of each text and the number of words or predictions, float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
-        arguments = read_by_decoder if self._is_encoder_of(model) else read_by_encoder
+        arguments = reuse_encoder_outputs if self._is_encoder_of(model) else drop_encoder_outputs
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):
             inputs = arguments({name: tensor.to(device) for name, tensor in batch.items()})
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
@@ -163,7 +169,7 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     if text.audio is not None:
         return _held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
-    text = with_lengths(text, tokenizer, model.config)
+    text = add_text_lengths(text, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
         raise ValueError(
             f"The tokenizer must have a `mask_token`, because the loss of {type(model).__name__} is measured on "
@@ -192,10 +198,10 @@ def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, meas
     for start in progress_bar(starts, desc="held-out recordings", unit="batch", leave=False):
         files = audio.examples[start : start + audio.batch_rows]
         features = [read_features(feature_extractor, path)[0] for path in files]
-        batch = heard(model, features, audio.length, decodes)
+        batch = make_audio_batch(model, features, audio.length, decodes)
         if decodes:
             tokens = batch["decoder_input_ids"], batch["decoder_attention_mask"]
-            batch["labels"] = continuations(*tokens, model.generation_config)
+            batch["labels"] = make_next_token_labels(*tokens, model.generation_config)
         batches.append(batch)
     held = HeldOutText(measure, batches, encoder=model.get_encoder() if decodes else None)
     if not decodes:

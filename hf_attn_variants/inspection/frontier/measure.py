@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from ...conversion.calibration.batches import with_lengths
+from ...conversion.calibration.batches import add_text_lengths
 from ...conversion.calibration.calibrate import calibrate
 from ...conversion.calibration.methods import Calibrated
 from ...conversion.calibration.source_outputs import load_processor, source_in_memory
 from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.models import ModelReader, assemble, reading_checkpoint
 from ...conversion.checkpoint.source import read_config, resolve_source
-from ...conversion.checkpoint.tensor_files import checked_finite
-from ...conversion.plan import make_plan, seeded_generator, why_source_is_not_fitted
+from ...conversion.checkpoint.tensor_files import require_finite
+from ...conversion.plan import explain_not_fittable, make_plan, seeded_generator
 from ...conversion.writing import converted_tensors
 from ...errors import as_value_error
 from ...files import atomic_write, check_output_dir, load_json, make_folders
@@ -166,7 +166,7 @@ def load_source(
     with reading_checkpoint(folder):
         model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     for name, parameter in model.named_parameters():
-        checked_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
+        require_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
     return model, load_processor(folder, calibration)
 
 
@@ -258,10 +258,10 @@ class ConvertedAttentions:
         Raises:
             ValueError: If the base model cannot be converted by calibration.
         """
-        if (reason := why_source_is_not_fitted(source.config)) is not None:
+        if (reason := explain_not_fittable(source.config)) is not None:
             raise ValueError(f"The variants need a calibration, which cannot be used here: {reason}")
         self.source, self.seed = source, seed
-        self.calibration = with_lengths(calibration, calibration.processor, source.config)
+        self.calibration = add_text_lengths(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, NamedTensors] = {}
         self._errors: dict[Key, float | None] = {}
