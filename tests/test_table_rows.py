@@ -146,15 +146,15 @@ def test_words_keep_their_unicode_spaces(tmp_path):
 def test_words_of_a_test_file_keep_them_too(tmp_path, caplog):
     found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
     assert found == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
-    assert "line 4: spaces part 'New York' into 2 columns, and line 1 into 1" in caplog.text
+    assert "line 4: 'New York' must have 1 columns" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("New York B-LOC", "line 2: spaces part 'New York B-LOC' into 3 columns, and line 1 into 2"),
-        ("\tB-LOC", "line 2: .* there is no word before it"),
-        ("a\tb\t", "line 2: .* is no word and, last, its tag"),
+        ("New York B-LOC", "line 2: 'New York B-LOC' must have 2 columns.*got 3"),
+        ("\tB-LOC", "line 2: .*got a tab"),
+        ("a\tb\t", "line 2: .* its tag"),
     ],
 )
 def test_a_line_of_other_columns_is_named(tmp_path, line, message):
@@ -186,9 +186,9 @@ def test_an_answers_start_may_be_written_as_a_string(tmp_path):
         (2.0, {}, "answer_start must be a whole number, got 2.0"),
         (True, {}, "answer_start must be a whole number, got True"),
         ("-2", {}, "answer_start must be a whole number"),
-        ("9", {}, "does not lie in its context"),
+        ("9", {}, "must be inside its context"),
         (2, {"is_impossible": "false"}, "is_impossible must be true or false, got 'false'"),
-        (2, {"is_impossible": True}, "is_impossible and has answers"),
+        (2, {"is_impossible": True}, "answers.*is_impossible"),
         (2, {"question": "a\ud800"}, "half a surrogate pair"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_name_twice_in_squad_is_refused(tmp_path):
     squad(tmp_path, {"text": "cat", "answer_start": 2})
     path = tmp_path / "s.json"
     path.write_text(path.read_text().replace('"question": "Who?"', '"question": "Who?", "question": "What?"'))
-    with pytest.raises(ValueError, match=r"qas\[0\] has the name 'question' twice"):
+    with pytest.raises(ValueError, match=r"qas\[0\].*'question' twice"):
         read_squad(path)
 
 
@@ -209,7 +209,7 @@ def test_empty_cells_of_glue_are_said(tmp_path, caplog):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\t1\n\t0\n \t1\n")
     with caplog.at_level(logging.WARNING):
         assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
-    assert "2 of 3 rows have an empty cell, which is read as an empty text; the first is line 3" in caplog.text
+    assert "2 of 3 rows have an empty cell" in caplog.text
     (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
     with pytest.raises(ValueError, match="line 1: two columns are named 'sentence'"):
         read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])

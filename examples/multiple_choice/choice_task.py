@@ -81,11 +81,11 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         self.dev_shares = self.compute_log_shares(self.dev_set)
         return self.compute_scores(self.dev_set, self.dev_shares)
 
-    def compute_scores(self, questions: EvalSet, compute_log_shares: np.ndarray) -> dict[str, float]:
+    def compute_scores(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
         """Return the accuracy, and the mean loss per question in nats."""
         labels = np.asarray(questions.labels)
-        right = compute_log_shares[np.arange(len(labels)), labels]
-        return {"accuracy": float((compute_log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
+        right = log_shares[np.arange(len(labels)), labels]
+        return {"accuracy": float((log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
 
     def compute_log_shares(self, questions: EvalSet) -> np.ndarray:
         """Return the log-probabilities of the choices, with minus infinity for missing choices."""
@@ -155,20 +155,18 @@ class MultipleChoiceFineTuning(ChoiceTask):
     def summary(self, results: dict[str, Any]) -> str:
         return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
 
-    def _format_predictions(self, questions: EvalSet, compute_log_shares: np.ndarray) -> str:
+    def _format_predictions(self, questions: EvalSet, log_shares: np.ndarray) -> str:
         """Return one JSON object per question: row, answer if known, prediction, probabilities and texts."""
         answer_format, lines = self.columns["answer_format"], []
         several = len({*questions.split.data["file"]}) > 1
         for i, row in enumerate(questions.split.data):
-            choices, best = row["choices"], int(compute_log_shares[i].argmax())
+            choices, best = row["choices"], int(log_shares[i].argmax())
             record = {"file": row["file"]} if several else {}
             record["row"] = row["index"]
             if questions.labels is not None:
                 record["answer"] = format_answer(questions.labels[i], choices, answer_format)
             record |= {"prediction": format_answer(best, choices, answer_format), "choice": choices[best]}
-            record["probabilities"] = [
-                float(f"{share:.6g}") for share in np.exp(compute_log_shares[i, : len(choices)])
-            ]
+            record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_shares[i, : len(choices)])]
             question = row["question"]
             record |= {"text": row["text1"]} if question is None else {"context": row["text1"], "question": question}
             lines.append(json.dumps({**record, "choices": choices}, ensure_ascii=False) + "\n")

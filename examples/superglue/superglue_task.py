@@ -168,18 +168,18 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
             for i, text in enumerate(example.t5_texts):
                 yield text, list(self.task.labels), list(labels[i : i + 1])
 
-    def compute_scores(self, questions: EvalSet, compute_log_shares: np.ndarray) -> dict[str, float]:
+    def compute_scores(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
         examples = self.examples["validation"]
-        self.dev_logits = self._to_logits(examples, compute_log_shares)
-        pairs = zip(compute_log_shares, questions.labels, strict=True)
+        self.dev_logits = self._to_logits(examples, log_shares)
+        pairs = zip(log_shares, questions.labels, strict=True)
         losses = [-np.logaddexp.reduce(shares[right]) for shares, right in pairs if right]
         return {**compute_superglue_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
 
-    def _to_logits(self, examples: Sequence[Example], compute_log_shares: np.ndarray) -> np.ndarray:
+    def _to_logits(self, examples: Sequence[Example], log_shares: np.ndarray) -> np.ndarray:
         """Return the logits of the choices. For ReCoRD, return logits [candidates, 2]."""
         if self.task.name != "record":
-            return compute_log_shares
-        right = np.concatenate([compute_log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
+            return log_shares
+        right = np.concatenate([log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
     def compute_split_logits(self, name: str) -> np.ndarray:

@@ -54,7 +54,7 @@ def lines_of(path):
 
 
 @pytest.mark.parametrize(
-    ("task", "worded"),
+    ("task", "t5_texts"),
     [
         ("boolq", ["boolq passage: A cat sees a house. question: is it a cat"]),
         ("cb", ["cb hypothesis: a cat premise: The cat is in the house."]),
@@ -98,8 +98,8 @@ def test_a_query_of_record_is_learned_once_for_each_right_answer():
     train, dev = training._make_questions("train"), training._make_questions("validation")
     assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
     assert dev.data["choices"][1] == ["dog", "house", "man"]
-    compute_log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
-    assert training._logits(examples, compute_log_shares)[:, 1] == pytest.approx(compute_log_shares.ravel())
+    log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
+    assert training._to_logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
 
 
 def test_questions_are_worded_as_unifiedqa_does():

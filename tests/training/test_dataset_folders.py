@@ -75,5 +75,5 @@ def test_tags_are_those_of_the_file_reader(tmp_path, tag, kind):
             )
             numbered = rows | {"ner_tags": [[1, 0, 2]]}
             Dataset.from_dict(numbered, features=features).to_parquet(tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match=r"\(train\): the tag .* of 'Bob' is not O, B-\.\.\. or I-"):
+    with pytest.raises(ValueError, match=r"\(train\).*'Bob'"):
         load_sentences(ner.parse_args([*OUT, "--dataset_name", str(tmp_path)]))

@@ -252,11 +252,11 @@ def test_attention_alone_is_trainable(architecture):
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("vocab_size", "vocab_size 1 and the model has 2"),
-        ("hidden_size", "hidden_size 1 and the model has 2.*compare vectors"),
-        ("num_hidden_layers", "num_hidden_layers 1 and the model has 2.*layer by layer"),
-        ("num_decoder_layers", "num_decoder_layers 1 and the model has 2"),
-        ("decoder_layers", "decoder_layers 1 and the model has 2.*layer by layer; 0 leaves them out"),
+        ("vocab_size", "vocab_size.*2.*got 1"),
+        ("hidden_size", "hidden_size.*2.*got 1"),
+        ("num_hidden_layers", "num_hidden_layers.*2.*got 1"),
+        ("num_decoder_layers", "num_decoder_layers.*2.*got 1"),
+        ("decoder_layers", "decoder_layers.*2.*got 1"),
     ],
 )
 def test_teachers_that_do_not_fit_are_named(field, message):

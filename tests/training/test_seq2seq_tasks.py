@@ -74,7 +74,7 @@ def test_only_evaluating_needs_no_training_split(tmp_path, glue):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
     flags = ["--task_name", "cola", "--data_dir", tmp_path]
     assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
-    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+    with pytest.raises(OSError, match=r"train\.tsv"):
         load_task(arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
     file = write_questions(tmp_path / "dev.json")
     flags = ["--task_name", "squad", "--train_file", tmp_path / "none", "--validation_file", file]
@@ -84,11 +84,11 @@ def test_only_evaluating_needs_no_training_split(tmp_path, glue):
 def test_wrong_tasks_and_files_say_so(tmp_path, glue):
     with pytest.raises(ValueError, match="got 'sst3'"):
         load_task(arguments("--task_name", "sst3"))
-    with pytest.raises(ValueError, match="--train_file: --task_name stsb has one file, got 2"):
+    with pytest.raises(ValueError, match="--train_file.*--task_name.*2"):
         load_task(arguments("--task_name", "stsb", "--train_file", "a", "b"))
     file = write_questions(tmp_path / "dev.json", version_2=True)
     with pytest.raises(ValueError, match="2 questions have no answer"):
         load_task(arguments("--task_name", "squad", "--validation_file", file))
-    with pytest.raises(ValueError, match="--data_dir is for GLUE"):
+    with pytest.raises(ValueError, match="--data_dir.*GLUE"):
         load_task(arguments("--task_name", "squad", "--data_dir", glue))
     assert "squad" in TEXT_TASKS and "mnli" in TEXT_TASKS and "ax" not in TEXT_TASKS

@@ -64,7 +64,7 @@ def test_version_2_counts_silence_and_finds_the_best_threshold():
 
 
 def test_metrics_need_a_prediction_of_every_question():
-    with pytest.raises(ValueError, match="1 questions have no prediction, such as a"):
+    with pytest.raises(ValueError, match="1 questions without one, such as a"):
         compute_squad([question("a", "x")], {"b": "x"})
     with pytest.raises(ValueError, match="no question"):
         compute_squad([], {})

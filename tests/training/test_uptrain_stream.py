@@ -155,7 +155,9 @@ def test_two_processes_train_like_one(run, tmp_path):
     statuses, printed = run_processes(2, run_script, "uptrain", argv)
     assert statuses == [0, 0], printed
     results = json.loads((tmp_path / "two/all_results.json").read_text())
-    assert printed.count("a step reads 16 sequences (2 process(es), 4 at a time, accumulated 2 time(s))") == 1
+    assert (
+        printed.count("A step reads 16 sequences (processes: 2, batch size per device: 4, accumulation steps: 2)") == 1
+    )
     for name in ("eval_loss", "initial_eval_loss", "train_loss"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4)
     assert results["train_samples"] == expected["train_samples"] == 48
@@ -173,8 +175,11 @@ def test_alpha_says_how_long_the_run_is(run, caplog):
     with caplog.at_level(logging.INFO, logger="hf_attn_variants"):
         results = run(*BATCH, "--alpha", 0.05, "--pretraining_steps", 41)
     assert results["steps"] == 3 and results["train_samples"] == 24
-    assert "3 steps: 0.05 of 41, rounded up" in caplog.text
-    assert "a step reads 8 sequences (1 process(es), 8 at a time, accumulated 1 time(s)): 256 tokens" in caplog.text
+    assert "3 steps, which is 0.05 of 41" in caplog.text
+    assert (
+        "A step reads 8 sequences (processes: 1, batch size per device: 8, accumulation steps: 1). These are 256 input"
+        in caplog.text
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -182,7 +187,7 @@ def test_a_text_that_is_shorter_than_a_step_is_told(run, caplog):
     results = run("--total_train_batch_size", 4096, "--per_device_train_batch_size", 64, "--max_train_steps", 2)
     blocks = results["sequences_per_step"]
     assert 1 < blocks < 4096 and results["train_samples"] == 2 * blocks
-    assert f"the text makes {blocks} sequences, fewer than the 4096 of a step" in caplog.text
+    assert f"only {blocks} sequences, but a step needs 4096" in caplog.text
 
 
 def test_the_defaults_are_those_of_t5():
@@ -235,24 +240,24 @@ def test_what_is_given_changes_the_schedule():
     [
         (
             ["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4],
-            "makes 5 steps, and --max_train_steps 4",
+            "--max_train_steps.*4.*5",
         ),
-        (["--alpha", 0.05, "--pretraining_steps", 100, "--num_train_epochs", 1], "and --num_train_epochs 1.0 says"),
-        (["--alpha", 0.05], "--alpha is a share of those steps"),
-        ([], "a stream without a length: give --alpha and --pretraining_steps, or --max_train_steps"),
-        (["--num_train_epochs", 2], "a stream without a length"),
-        (["--max_train_steps", 1, "--group_by_length"], "--group_by_length is for rows of text"),
-        (["--max_train_steps", 1, "--source_file", "x"], "--source_file is for rows of text"),
-        (["--max_train_steps", 1, "--predict_with_generate"], "--predict_with_generate is for rows of text"),
-        (["--max_train_steps", 1, "--dataset_name", "x"], "needs --train_file or --dataset_name, one of them"),
-        (["--max_train_steps", 1, "--text_columns", "x"], "--text_columns names the one column of --dataset_name"),
-        (["--max_train_steps", 1, "--dataloader_num_workers", 2], "must be 0 or 1 for a stream, got 2"),
+        (["--alpha", 0.05, "--pretraining_steps", 100, "--num_train_epochs", 1], r"--num_train_epochs.*1\.0"),
+        (["--alpha", 0.05], "--alpha"),
+        ([], "--max_train_steps.*--alpha.*--pretraining_steps"),
+        (["--num_train_epochs", 2], "--max_train_steps.*stream"),
+        (["--max_train_steps", 1, "--group_by_length"], "--group_by_length"),
+        (["--max_train_steps", 1, "--source_file", "x"], "--source_file"),
+        (["--max_train_steps", 1, "--predict_with_generate"], "--predict_with_generate"),
+        (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
+        (["--max_train_steps", 1, "--text_columns", "x"], "--text_columns.*--dataset_name"),
+        (["--max_train_steps", 1, "--dataloader_num_workers", 2], "--dataloader_num_workers.*got 2"),
         (["--max_train_steps", 1, "--noise_density", 1], r"--noise_density must be in \(0, 1\)"),
-        (["--max_train_steps", 1, "--max_length", 512], "has 8 sentinels .* needs 28"),
-        (["--max_train_steps", 1, "--total_train_batch_size", 20], "20 is no multiple of the 32 examples"),
+        (["--max_train_steps", 1, "--max_length", 512], "28 sentinels.*got 8"),
+        (["--max_train_steps", 1, "--total_train_batch_size", 20], "--total_train_batch_size.*32.*got 20"),
         (
             ["--max_train_steps", 1, "--total_train_batch_size", 64, "--gradient_accumulation_steps", 2],
-            "give --total_train_batch_size or --gradient_accumulation_steps, not both",
+            "--total_train_batch_size.*--gradient_accumulation_steps",
         ),
     ],
 )
@@ -266,16 +271,16 @@ def test_errors_before_any_work(run, more, message, monkeypatch):
 def test_what_is_no_text_to_pretrain_on_is_refused(run, text, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     steps = ["--max_train_steps", 1]
-    with pytest.raises(ValueError, match="needs --validation_file: of a stream of text no rows are held out"):
+    with pytest.raises(ValueError, match="--validation_file"):
         run(*steps, files=["--train_file", text / "train-0.txt.gz"])
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     table = ["--train_file", tmp_path / "rows.jsonl", "--validation_file", text / "valid.txt"]
-    with pytest.raises(ValueError, match=r"rows\.jsonl is a table: name the folder of such files as --dataset_name"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*--dataset_name"):
         run(*steps, files=table)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.jsonl").write_text('{"body": "some text"}\n' * 50)
     source = ["--dataset_name", tmp_path / "data", "--text_columns", "body"]
-    with pytest.raises(ValueError, match="has no split 'validation', and of a stream no rows are held out"):
+    with pytest.raises(ValueError, match="'validation'"):
         run(*steps, files=source)
 
 
@@ -293,22 +298,22 @@ def test_models_that_learn_otherwise_are_refused_by_name(run, tiny_bert, tmp_pat
     monkeypatch.setattr(TrainingLoop, "_step", None)
     steps = ["--max_train_steps", 1]
     bert = make_bert(tmp_path / "bert", tiny_bert)
-    with pytest.raises(ValueError, match=r"span_corruption is for an encoder-decoder; .*bert \(bert\) is an encoder"):
+    with pytest.raises(ValueError, match=r"\(bert\)"):
         run(*steps, model=bert)
     plain = make_t5(tmp_path / "plain-t5")
-    with pytest.raises(ValueError, match=r"the tokenizer of .*plain-t5 has no sentinels \(<extra_id_0>"):
+    with pytest.raises(ValueError, match=r"sentinels \(<extra_id_0>"):
         run(*steps, model=plain)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 200}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     make_sentinel_tokenizer(tmp_path / "bart")
     BartForConditionalGeneration(BartConfig(**sizes, **heads)).save_pretrained(tmp_path / "bart")
-    with pytest.raises(ValueError, match=r"bart \(bart\) is no T5: span corruption needs"):
+    with pytest.raises(ValueError, match=r"\(bart\)"):
         run(*steps, model=tmp_path / "bart")
 
 
 @pytest.mark.parametrize("given", [{"noise_density": 0.5}, {"mean_noise_span_length": 1}, {"dataset_name": "x"}])
 def test_what_a_stream_has_is_refused_elsewhere(given):
-    with pytest.raises(ValueError, match=f"--{next(iter(given))} is for --objective span_corruption"):
+    with pytest.raises(ValueError, match=f"--{next(iter(given))}.*--objective span_corruption"):
         settings_of(objective="mlm", **given)
 
 

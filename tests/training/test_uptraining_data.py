@@ -24,7 +24,7 @@ def test_the_last_rows_are_held_out():
     assert hold_out(rows) == (rows[:95], rows[95:])
     assert hold_out(rows, max_rows=2) == (rows[:98], rows[98:])
     assert hold_out(["a", "b"]) == (["a"], ["b"]) and len(hold_out(rows * 200)[1]) == 512
-    with pytest.raises(ValueError, match="give a validation file"):
+    with pytest.raises(ValueError, match="a validation file"):
         hold_out(["a"])
 
 
