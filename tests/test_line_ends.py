@@ -52,13 +52,13 @@ def test_tables(tmp_path, end):
 def test_articles_and_their_offsets(tmp_path, monkeypatch, end, most):
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", most)
     file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
-    found = list(file.articles())
+    found = list(file.read_articles())
     words = [text.split() for _, text in found]
     assert [word for text in words for word in text] == "one two three four five six seven é".split()
     if most > 16:
         assert words == [["one", "two", "three"], ["four", "five", "six", "seven"], ["é"]]
     for i, (begin, _) in enumerate(found):
-        assert list(file.articles(begin)) == found[i:]
+        assert list(file.read_articles(begin)) == found[i:]
 
 
 def test_mixed_ends(tmp_path, caplog):

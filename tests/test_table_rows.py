@@ -9,7 +9,7 @@ from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll
-from hf_attn_variants.training.ner.task import _conll
+from hf_attn_variants.training.ner.task import _format_conll
 from hf_attn_variants.training.squad.data import read_squad
 
 
@@ -164,7 +164,7 @@ def test_a_line_of_other_columns_is_named(tmp_path, line, message):
 
 def test_words_that_are_written_are_read_again(tmp_path):
     words = ["New York", "2\u00a0000", "\u00a0", "EU", "a\tb\nc"]
-    text = _conll([(words, [])], [["B-LOC", "O", "O", "B-ORG", "O"]])
+    text = _format_conll([(words, [])], [["B-LOC", "O", "O", "B-ORG", "O"]])
     assert conll(tmp_path, text) == [([*words[:4], "a b c"], ["B-LOC", "O", "O", "B-ORG", "O"])]
 
 

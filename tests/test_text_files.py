@@ -38,7 +38,7 @@ def test_a_carriage_return_inside_a_line_ends_none(write):
 def test_a_byte_order_mark_is_no_text(write, end):
     assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
     assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
-    assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).articles()) == [(0, "one\n"), (8, "two")]
+    assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).read_articles()) == [(0, "one\n"), (8, "two")]
 
 
 @pytest.mark.parametrize(

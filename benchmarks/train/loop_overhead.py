@@ -31,7 +31,7 @@ from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
 from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.training.classification.task import classification_objective
+from hf_attn_variants.training.classification.task import make_classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_stream_dataloader,
@@ -42,7 +42,7 @@ from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.outputs import get_library_versions
 from hf_attn_variants.training.engine.settings import LoopSettings
 from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation
-from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +192,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
             for i, row in enumerate(ids)
         ]
         loader = create_train_dataloader(data, EpochSampler(count, 0), args.batch_size, _stack, 0)
-        return model, lambda _: classification_objective(), accelerator.prepare(loader)
+        return model, lambda _: make_classification_objective(), accelerator.prepare(loader)
     # Without a pretrained head: its weights are drawn, which is no matter here.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
@@ -204,7 +204,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
     stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)
     return (
         model,
-        lambda copied: masked_lm_objective(copied),
+        lambda copied: make_masked_lm_objective(copied),
         create_stream_dataloader(accelerator, stream, seed=0),
     )
 

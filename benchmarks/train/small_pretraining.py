@@ -59,7 +59,7 @@ def make_vocabulary(tokenizer: str, shard: Path, folder: Path, size: int) -> Non
 
     def texts():
         read = 0
-        for _, text in TextFile(shard).articles():
+        for _, text in TextFile(shard).read_articles():
             yield "".join(letter if letter in ALPHABET else " " for letter in text)
             read += len(text)
             if read > VOCABULARY_CHARACTERS:

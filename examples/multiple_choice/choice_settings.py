@@ -1,4 +1,4 @@
-"""The settings of multiple choice, from which the flags are made."""
+"""Settings of multiple choice, from which the flags are made."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,11 +18,16 @@ class MultipleChoiceSettings(TableSettings):
     context_column: str | None = option("Column of the context.", None, resume=WITH_BEST_WEIGHTS)
     question_column: str | None = option("Column of the question.", None, resume=WITH_BEST_WEIGHTS)
     choices_columns: tuple[str, ...] | None = option("Columns of the choices.", None, resume=WITH_BEST_WEIGHTS)
-    answer_column: str | None = option("Column of the right choice.", None, resume=WITH_BEST_WEIGHTS)
+    answer_column: str | None = option("Column of the correct choice.", None, resume=WITH_BEST_WEIGHTS)
     answer_format: str | None = option("Format of the answers.", None, choices=ANSWER_FORMATS, resume=ALWAYS)
-    per_device_train_batch_size: int = option("Questions in a forward pass.", 8, range=AT_LEAST_1, resume=ALWAYS)
-    per_device_eval_batch_size: int = option("Questions in an evaluation pass.", 16, range=AT_LEAST_1)
+    per_device_train_batch_size: int = option(
+        "Number of questions per device in a training batch.", 8, range=AT_LEAST_1, resume=ALWAYS
+    )
+    per_device_eval_batch_size: int = option(
+        "Number of questions per device in an evaluation batch.", 16, range=AT_LEAST_1
+    )
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks with tables."""
         super().check()
         check_metric(self.metric_for_best_model, ("loss", "accuracy"))

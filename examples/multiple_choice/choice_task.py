@@ -1,4 +1,4 @@
-"""Fine-tuning on multiple choice: the part that SuperGLUE shares, and the task for tables of questions."""
+"""Fine-tuning on multiple choice: a base class, which SuperGLUE also uses, and the task for tables of questions."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from choice_data import load_choice_data, shown_answer
-from choice_models import ChoiceHead, ChoiceWords
+from choice_data import format_answer, load_choice_data
+from choice_models import ChoiceHead, ChoiceLikelihood
 from scipy.special import log_softmax
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,46 +21,46 @@ from hf_attn_variants.training.engine.finetune import MetricEvaluator, run_rows
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.models import load_config
 
-NO_QUESTIONS = ClassificationSplit("train", make_rows({}))
+NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_rows({}))
 
 
-def word_question(row: dict[str, Any]) -> str:
-    r"""Return the text of a question in UnifiedQA's form (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
+def format_question(row: dict[str, Any]) -> str:
+    r"""Return a question in the format of UnifiedQA (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
 
-    The mark between the parts is a backslash and an n. The context is last, so that `max_length` cuts it.
+    The separator is a backslash followed by an n. The context is last, so that `max_length` truncates it.
     """
     names = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(row["choices"]))]
-    listed = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
-    parts = (row["text1"], listed) if row["question"] is None else (row["question"], listed, row["text1"])
+    choices = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
+    parts = (row["text1"], choices) if row["question"] is None else (row["question"], choices, row["text1"])
     return " \\n ".join(parts)
 
 
 class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
-    """A training of a model that chooses among texts; the `__init__` of a task sets `train` and `dev`.
+    """Training of a model that chooses among texts. The `__init__` of a subclass sets `train` and `dev`.
 
     Attributes:
-        way: how the model chooses.
-        word: makes the text that an encoder-decoder reads of a row.
-        train: the training questions; none for a run that only evaluates.
-        dev: the dev questions, or None.
-        dev_shares: the log-probabilities of their choices at the last evaluation [questions, most choices].
+        choice_model: The model and its scores of choices.
+        format_row: Maps a row to the text that an encoder-decoder reads.
+        train: The training questions. Empty for a run that only evaluates.
+        dev: The dev questions, or None.
+        dev_shares: The log-probabilities of the choices at the last evaluation [questions, choices].
     """
 
     train: ClassificationSplit
     dev: ClassificationSplit | None
     main_metric = "accuracy"
     shown_metrics: Sequence[str] = ("accuracy",)
-    word = staticmethod(word_question)
+    format_row = staticmethod(format_question)
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
-        kind = ChoiceWords if self.config.is_encoder_decoder else ChoiceHead
-        self.way: Any = kind(settings, self.config, accelerator, self.word)
-        self.tokenizer, self.collate = self.way.tokenizer, self.way.collate
+        kind = ChoiceLikelihood if self.config.is_encoder_decoder else ChoiceHead
+        self.choice_model: Any = kind(settings, self.config, accelerator, self.format_row)
+        self.tokenizer, self.collate = self.choice_model.tokenizer, self.choice_model.collate
 
     def load_model(self) -> PreTrainedModel:
-        model = self.way.load_model()
+        model = self.choice_model.load_model()
         tokenized = self._tokenize(self.train) if len(self.train) else make_rows({"length": []})
         self.token_counts, self.rows = tokenized["length"], tokenized.remove_columns("length")
         return model
@@ -69,37 +69,38 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         return self.token_counts
 
     def objective(self) -> Objective:
-        return self.way.objective()
+        return self.choice_model.objective()
 
     def make_evaluator(self, model: nn.Module) -> MetricEvaluator | None:
         self.model = model
-        self.dev_set: Any = self.dev and self.eval_set(self.dev)
-        return MetricEvaluator(self._dev_scores) if self.dev else None
+        self.dev_set: Any = self.dev and self.make_eval_set(self.dev)
+        return MetricEvaluator(self._compute_dev_scores) if self.dev else None
 
-    def _dev_scores(self) -> dict[str, float]:
-        self.dev_shares = self.log_shares(self.dev_set)
-        return self.scores_of(self.dev_set, self.dev_shares)
+    def _compute_dev_scores(self) -> dict[str, float]:
+        """Return the metrics of the dev questions."""
+        self.dev_shares = self.compute_log_shares(self.dev_set)
+        return self.compute_scores(self.dev_set, self.dev_shares)
 
-    def scores_of(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
-        """Return the accuracy, and the loss in nats per question."""
+    def compute_scores(self, questions: EvalSet, compute_log_shares: np.ndarray) -> dict[str, float]:
+        """Return the accuracy, and the mean loss per question in nats."""
         labels = np.asarray(questions.labels)
-        right = log_shares[np.arange(len(labels)), labels]
-        return {"accuracy": float((log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
+        right = compute_log_shares[np.arange(len(labels)), labels]
+        return {"accuracy": float((compute_log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
 
-    def log_shares(self, questions: EvalSet) -> np.ndarray:
-        """Return the log-probabilities of the choices, minus infinity for a choice that a question does not have."""
+    def compute_log_shares(self, questions: EvalSet) -> np.ndarray:
+        """Return the log-probabilities of the choices, with minus infinity for missing choices."""
         most = max(map(len, questions.split.data["text2"]))
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            logits = self.way.scores(self.model, batch)
+            logits = self.choice_model.scores(self.model, batch)
             return (nn.functional.pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
 
         loader, order, name = questions.loader, questions.order, questions.split.name
         [logits] = run_rows(self.accelerator, self.model, loader, order, outputs, name, self.settings)
         return log_softmax(logits.astype(np.float64), axis=-1)
 
-    def eval_set(self, split: ClassificationSplit) -> EvalSet:
-        """Return a split as it is evaluated or predicted."""
+    def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
+        """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
         rows, lengths = data.remove_columns(unused), data["length"]
@@ -107,8 +108,9 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
         return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Any:
+        """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
         with self.accelerator.main_process_first():
-            return self.way.tokenize(split)
+            return self.choice_model.tokenize(split)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
@@ -122,7 +124,7 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
 
 
 class MultipleChoiceFineTuning(ChoiceTask):
-    """RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or a table of questions."""
+    """Fine-tuning on RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or another table of questions."""
 
     name = "multiple choice"
 
@@ -130,41 +132,43 @@ class MultipleChoiceFineTuning(ChoiceTask):
         super().__init__(settings, accelerator)
         self.splits, self.columns = load_choice_data(settings)
         settings.check_dev("validation" in self.splits)
-        self.train = self.splits.get("train", NO_QUESTIONS).first(settings.max_train_samples)
+        self.train = self.splits.get("train", NO_TRAINING_QUESTIONS).take(settings.max_train_samples)
         dev = self.splits.get("validation")
-        self.dev = dev and dev.first(settings.max_eval_samples)
+        self.dev = dev and dev.take(settings.max_eval_samples)
 
     def results(self) -> dict[str, Any]:
-        found = {name: value for name, value in self.columns.items() if value is not None}
-        return found | ({"worded": True} if self.config.is_encoder_decoder else {})
+        columns = {name: value for name, value in self.columns.items() if value is not None}
+        return columns | ({"worded": True} if self.config.is_encoder_decoder else {})
 
     def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
-        return {"dev.jsonl": self._lines(self.dev_set, self.dev_shares)}
+        return {"dev.jsonl": self._format_predictions(self.dev_set, self.dev_shares)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if "test" not in self.splits:
             return {}, {}
-        test = self.eval_set(self.splits["test"])
-        shares = self.log_shares(test)
-        scores = {} if test.labels is None else self.scores_of(test, shares)
+        test = self.make_eval_set(self.splits["test"])
+        shares = self.compute_log_shares(test)
+        scores = {} if test.labels is None else self.compute_scores(test, shares)
         results = {f"test_{name}": value for name, value in scores.items()}
-        return {"test_samples": len(test.split), **results}, {"test.jsonl": self._lines(test, shares)}
+        return {"test_samples": len(test.split), **results}, {"test.jsonl": self._format_predictions(test, shares)}
 
     def summary(self, results: dict[str, Any]) -> str:
         return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
 
-    def _lines(self, questions: EvalSet, log_shares: np.ndarray) -> str:
-        """Return a JSON object per question: its row, answer if known, prediction, probabilities and texts."""
+    def _format_predictions(self, questions: EvalSet, compute_log_shares: np.ndarray) -> str:
+        """Return one JSON object per question: row, answer if known, prediction, probabilities and texts."""
         answer_format, lines = self.columns["answer_format"], []
         several = len({*questions.split.data["file"]}) > 1
         for i, row in enumerate(questions.split.data):
-            choices, best = row["choices"], int(log_shares[i].argmax())
+            choices, best = row["choices"], int(compute_log_shares[i].argmax())
             record = {"file": row["file"]} if several else {}
             record["row"] = row["index"]
             if questions.labels is not None:
-                record["answer"] = shown_answer(questions.labels[i], choices, answer_format)
-            record |= {"prediction": shown_answer(best, choices, answer_format), "choice": choices[best]}
-            record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_shares[i, : len(choices)])]
+                record["answer"] = format_answer(questions.labels[i], choices, answer_format)
+            record |= {"prediction": format_answer(best, choices, answer_format), "choice": choices[best]}
+            record["probabilities"] = [
+                float(f"{share:.6g}") for share in np.exp(compute_log_shares[i, : len(choices)])
+            ]
             question = row["question"]
             record |= {"text": row["text1"]} if question is None else {"context": row["text1"], "question": question}
             lines.append(json.dumps({**record, "choices": choices}, ensure_ascii=False) + "\n")

@@ -5,21 +5,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from attn_variants import run  # the package is imported later: `--help` does not wait for torch
+from attn_variants import run  # the package is imported later, so that `--help` does not wait for torch
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
-    """Read the command line, or `argv`, as `MultipleChoiceSettings`."""
+    """Parse the command line, or `argv`, as `MultipleChoiceSettings`."""
     from choice_settings import MultipleChoiceSettings
 
     from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/multiple_choice/run_multiple_choice.py"
-    return parse_settings(MultipleChoiceSettings, argv, script, str(__doc__), "Examples: README.md of its folder.")
+    return parse_settings(
+        MultipleChoiceSettings, argv, script, str(__doc__), "See README.md in the folder of this script for examples."
+    )
 
 
 def main(settings: Any) -> dict[str, Any]:
-    """Train, evaluate and predict; return the results."""
+    """Train, evaluate and predict. Return the results."""
     from choice_task import MultipleChoiceFineTuning
 
     from hf_attn_variants.commands.training import train_and_push

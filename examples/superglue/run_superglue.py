@@ -6,29 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_variants import run  # the package is imported later: `--help` does not wait for torch
+from attn_variants import run  # the package is imported later, so that `--help` does not wait for torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "multiple_choice"))  # for COPA, and for T5
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
-    """Read the command line, or `argv`, as `SuperGlueSettings`."""
+    """Parse the command line, or `argv`, as `SuperGlueSettings`."""
     from superglue_tasks import SuperGlueSettings
 
     from hf_attn_variants.commands.training import parse_settings
 
     script = "examples/superglue/run_superglue.py"
-    return parse_settings(SuperGlueSettings, argv, script, str(__doc__), "Examples: README.md of its folder.")
+    return parse_settings(
+        SuperGlueSettings, argv, script, str(__doc__), "See README.md in the folder of this script for examples."
+    )
 
 
 def main(settings: Any) -> dict[str, Any]:
-    """Train, evaluate and predict; return the results."""
-    from superglue_task import task_class
+    """Train, evaluate and predict. Return the results."""
+    from superglue_task import get_task_class
 
     from hf_attn_variants.commands.training import train_and_push
     from hf_attn_variants.training import fine_tune
 
-    return train_and_push(settings, lambda: fine_tune(task_class(settings), settings))
+    return train_and_push(settings, lambda: fine_tune(get_task_class(settings), settings))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read SuperGLUE from its official JSONL files or from the Hub, as texts for encoders and for T5."""
+"""Reading of SuperGLUE from its official JSONL files or from the Hub, as texts for encoders and for T5."""
 
 import re
 from bisect import bisect_right
@@ -13,88 +13,95 @@ from superglue_tasks import DATASET, SuperGlueTask
 from hf_attn_variants.text_files import read_records
 
 FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
-# The diagnostic sets, which a model of RTE predicts.
+# The diagnostic sets, which are predicted by models of RTE.
 DIAGNOSTICS = {"axb": "AX-b", "axg": "AX-g"}
-# COPA's questions in the words of its authors' test.
+# The questions of COPA in the wording of its authors.
 COPA_QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
-# ReCoRD's passages end in bullet points, each after a line "@highlight".
+# The passages of ReCoRD end with bullet points. Each follows a line "@highlight".
 HIGHLIGHT = re.compile(r"""([.?!"'])?\s*\n@highlight\n""")
-Rows = Iterable[tuple[str, Mapping[str, Any]]]  # with their places
+NamedRows = Iterable[tuple[str, Mapping[str, Any]]]  # the description of each row for errors, and the row
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row of a file; of MultiRC and ReCoRD a question.
+    """A row of a file. For MultiRC and ReCoRD: a question.
 
     Attributes:
-        index: the official number; of MultiRC those of the passage and of the question.
-        texts: the texts or pairs that an encoder reads, one per row, choice, answer or candidate.
-        labels: a class id for each of `texts`, of COPA that of the choice; None if they are not known.
-        worded: the texts that T5 reads (arXiv 1910.10683, appendix D); of COPA and ReCoRD one for all choices.
-        choices: of MultiRC the numbers of the answers, of ReCoRD the candidates.
-        truths: of ReCoRD the right answers.
+        index: The official number. For MultiRC: the numbers of the passage and the question.
+        texts: The texts or pairs of texts for an encoder, one per row, choice, answer or candidate.
+        labels: A class id for each of `texts` (COPA: the correct choice), or None if they are unknown.
+        t5_texts: The texts for T5 (arXiv 1910.10683, appendix D). For COPA and ReCoRD: one text for all choices.
+        choices: For MultiRC: the numbers of the answers. For ReCoRD: the candidates.
+        truths: For ReCoRD: the correct answers.
     """
 
     index: tuple[int, ...]
     texts: tuple[tuple[str, ...], ...]
     labels: tuple[int, ...] | None
-    worded: tuple[str, ...]
+    t5_texts: tuple[str, ...]
     choices: tuple[Any, ...] = ()
     truths: tuple[str, ...] = ()
 
 
 def load_examples(settings: Any, task: SuperGlueTask) -> dict[str, list[Example]]:
-    """Read the splits that a run needs of "train", "validation", "test", and of RTE the diagnostic sets.
+    """Read the required splits ("train", "validation" and "test") and, for RTE, the diagnostic sets.
 
     Raises:
-        OSError: if the train or validation file is missing, or the Hub cannot be reached.
-        ValueError: if a row is malformed; the message names it.
+        OSError: If the train or validation file is missing, or if the Hub cannot be reached.
+        ValueError: If a row is invalid. The message names it.
     """
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     limits = {"train": settings.max_train_samples, "validation": settings.max_eval_samples}
-    wanted = [(name, task.name, name, file) for name, file in FILES.items() if not unread.get(name)]
+    splits = [(name, task.name, name, file) for name, file in FILES.items() if not unread.get(name)]
     if task.name == "rte" and not settings.skip_predict:
-        wanted += [(name, name, "test", f"../{folder}/{folder}.jsonl") for name, folder in DIAGNOSTICS.items()]
-    found = {}
-    for name, config, split, file in wanted:
+        splits += [(name, name, "test", f"../{folder}/{folder}.jsonl") for name, folder in DIAGNOSTICS.items()]
+    examples = {}
+    for name, config, split, file in splits:
         if settings.data_dir is None or split != "test" or Path(settings.data_dir, file).is_file():
-            rows = _rows(settings.data_dir, config, split, file)
+            rows = _load_rows(settings.data_dir, config, split, file)
             is_known = split != "test" or all(row.get("label", -1) != -1 for _, row in rows)
-            found[name] = make_examples(task, rows, is_known and name != "test")[: limits.get(name)]
-    return found
+            examples[name] = make_examples(task, rows, is_known and name != "test")[: limits.get(name)]
+    return examples
 
 
-def _rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
+def _load_rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Read the rows of a split from the folder or from the Hub."""
     if data_dir is not None:
         return [(record.place, record.values) for record in read_records(Path(data_dir, file))]
     data: Any = load_dataset(DATASET, config, split=split)
     return [(f"{DATASET}, {config} ({split}), row {i}", row) for i, row in enumerate(data, start=1)]
 
 
-def make_examples(task: SuperGlueTask, rows: Rows, has_labels: bool = True) -> list[Example]:
-    """Return rows, official ones or the Hub's, as examples.
+def make_examples(task: SuperGlueTask, rows: NamedRows, has_labels: bool = True) -> list[Example]:
+    """Convert rows of the official files or of the Hub to examples.
 
     Raises:
-        ValueError: if a row lacks a field, or its label is not one of the task's; the message names the row.
+        ValueError: If a row lacks a field, or if its label is not a label of the task. The message names the row.
     """
     examples: list[Example] = []
-    answers: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # of the questions of MultiRC
+    answers: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # the answers of each MultiRC question
     for place, row in rows:
         try:
-            for flat in _flat(task, row):
-                labels = (_label(task, flat),) if has_labels and task.name != "record" else None
+            for flat in _flatten_row(task, row):
+                labels = (_get_class_id(task, flat),) if has_labels and task.name != "record" else None
                 if task.name == "multirc":
                     index = flat["idx"]["paragraph"], flat["idx"]["question"]
                     answers.setdefault(index, []).append({**flat, "labels": labels})
                 else:
-                    examples.append(_record(flat, has_labels) if task.name == "record" else _pair(task, flat, labels))
+                    examples.append(
+                        _convert_record(flat, has_labels)
+                        if task.name == "record"
+                        else _convert_row(task, flat, labels)
+                    )
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"{place}: not a row of {task.folder} ({type(error).__name__}: {error}).") from error
-    return examples + [_multirc(index, each) for index, each in answers.items()]
+            raise ValueError(
+                f"{place}: The row must be a row of {task.folder}, got {type(error).__name__}: {error}."
+            ) from error
+    return examples + [_convert_multirc(index, question_answers) for index, question_answers in answers.items()]
 
 
-def _flat(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Return an official row in the form of the Hub: one row per answer of MultiRC, or per query of ReCoRD."""
+def _flatten_row(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Convert an official row to rows of the Hub: one per answer of MultiRC, or one per query of ReCoRD."""
     passage = row.get("passage")
     if not isinstance(passage, Mapping):
         yield {**row, **row.get("target", {})}
@@ -105,14 +112,14 @@ def _flat(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, 
                 texts = {"paragraph": passage["text"], "question": question["question"], "answer": answer["text"]}
                 yield {**texts, "idx": index, "label": answer.get("label")}
     else:
-        spans = [passage["text"][each["start"] : each["end"] + 1] for each in passage["entities"]]
+        spans = [passage["text"][entity["start"] : entity["end"] + 1] for entity in passage["entities"]]
         for query in row["qas"]:
             texts = {"passage": passage["text"], "query": query["query"], "idx": {"query": query["idx"]}}
-            yield {**texts, "entities": spans, "answers": [each["text"] for each in query.get("answers", ())]}
+            yield {**texts, "entities": spans, "answers": [answer["text"] for answer in query.get("answers", ())]}
 
 
-def _label(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
-    """Return a label (a class name in any case, true, false or a class id) as a class id."""
+def _get_class_id(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
+    """Return the class id of a label, which is a class name in any case, true, false or a class id."""
     value, names = row["label"], [label.lower() for label in task.labels]
     if isinstance(value, str | bool) and str(value).lower() in names:
         return names.index(str(value).lower())
@@ -121,75 +128,78 @@ def _label(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
     return value
 
 
-def _pair(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
+def _convert_row(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
+    """Convert a row of a task other than MultiRC and ReCoRD."""
     names: Sequence[str] = sorted(task.fields)
     texts: tuple[Any, ...]
     if task.name == "copa":
         texts = tuple((row["premise"], f"{COPA_QUESTIONS[row['question']]} {row[name]}") for name in task.labels)
         names = (*task.labels, "premise", "question")
     elif task.name == "wic":
-        texts = ((_marked_word(row, "1"), _marked_word(row, "2")),)
+        texts = ((_mark_word(row, "1"), _mark_word(row, "2")),)
         names = ("sentence1", "sentence2", "word")
     elif task.name == "wsc":
-        row = {**row, "text": _marked_spans(row)}
+        row = {**row, "text": _mark_spans(row)}
         texts = ((row["text"],),)
     else:
         if "sentence1" in row:  # AX-b
             row = {**row, "premise": row["sentence1"], "hypothesis": row["sentence2"]}
         texts = (tuple(row[name] for name in task.fields),)
-    return Example((row["idx"],), texts, labels, (_worded(task.name, row, names),))
+    return Example((row["idx"],), texts, labels, (_format_text(task.name, row, names),))
 
 
-def _worded(task: str, row: Mapping[str, Any], names: Iterable[str]) -> str:
+def _format_text(task: str, row: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the text for T5: the task, and fields with their names."""
     return " ".join([task, *(f"{name}: {row[name]}" for name in names)])
 
 
-def _multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Example:
-    texts = tuple((each["paragraph"], f"{each['question']} {each['answer']}") for each in answers)
-    worded = (_worded("multirc", each, ("question", "answer", "paragraph")) for each in answers)
-    # The sentences of a paragraph are numbered in HTML.
-    plain = tuple(re.sub("</?b>", "", text.replace("<br>", " ")) for text in worded)
-    labels = tuple(each["labels"][0] for each in answers) if answers[0]["labels"] else None
-    return Example(index, texts, labels, plain, tuple(each["idx"]["answer"] for each in answers))
+def _convert_multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Example:
+    """Convert the answers of a MultiRC question."""
+    texts = tuple((answer["paragraph"], f"{answer['question']} {answer['answer']}") for answer in answers)
+    t5_texts = (_format_text("multirc", answer, ("question", "answer", "paragraph")) for answer in answers)
+    # The paragraphs have HTML tags that number their sentences.
+    plain = tuple(re.sub("</?b>", "", text.replace("<br>", " ")) for text in t5_texts)
+    labels = tuple(answer["labels"][0] for answer in answers) if answers[0]["labels"] else None
+    return Example(index, texts, labels, plain, tuple(answer["idx"]["answer"] for answer in answers))
 
 
-def _record(row: Mapping[str, Any], has_labels: bool) -> Example:
-    """Return a query with each entity instead of "@placeholder"; bullet points become sentences."""
+def _convert_record(row: Mapping[str, Any], has_labels: bool) -> Example:
+    """Convert a ReCoRD query. Each text has an entity instead of "@placeholder". Bullet points become sentences."""
     names, query = tuple(dict.fromkeys(row["entities"])), row["query"]
     truths = tuple(dict.fromkeys(row["answers"])) if has_labels else ()
     if "@placeholder" not in query or not names or not all(names):
-        raise ValueError("it needs @placeholder in the query, and entities in the passage")
+        raise ValueError("the query must have @placeholder, and the passage must have entities")
     passage = HIGHLIGHT.sub(lambda match: f"{match[1] or '.'} ", row["passage"])
     texts = tuple((passage, query.replace("@placeholder", name)) for name in names)
     fields = {"query": query, "entities": ", ".join(names), "passage": passage}
     labels = tuple(int(name in truths) for name in names) if has_labels else None
-    return Example((row["idx"]["query"],), texts, labels, (_worded("record", fields, fields),), names, truths)
+    return Example((row["idx"]["query"],), texts, labels, (_format_text("record", fields, fields),), names, truths)
 
 
-def _marked_word(row: Mapping[str, Any], side: str) -> str:
-    """Return a sentence of WiC with asterisks around its word."""
+def _mark_word(row: Mapping[str, Any], side: str) -> str:
+    """Return a sentence of WiC with asterisks around the word."""
     sentence, start, end = (row[f"{name}{side}"] for name in ("sentence", "start", "end"))
     if not 0 <= start < end <= len(sentence):
         raise ValueError(f"start{side} {start} and end{side} {end} must be inside the sentence")
     return f"{sentence[:start]}* {sentence[start:end]} *{sentence[end:]}"
 
 
-def _marked_spans(row: Mapping[str, Any]) -> str:
-    """Return a text of WSC with "* " and " *" around the noun, and "# " and " #" around the pronoun."""
+def _mark_spans(row: Mapping[str, Any]) -> str:
+    """Return a text of WSC with asterisks around the noun and hash signs around the pronoun."""
     text, marks = row["text"], []
     for side, mark in (("1", "*"), ("2", "#")):
         start, end = _find_span(text, row[f"span{side}_index"], row[f"span{side}_text"])
         marks += [(start, f"{mark} "), (end, f" {mark}")]
-    for at, mark in sorted(marks, reverse=True):
-        text = text[:at] + mark + text[at:]
+    for position, mark in sorted(marks, reverse=True):
+        text = text[:position] + mark + text[position:]
     return text
 
 
 def _find_span(text: str, number: int, span: str) -> tuple[int, int]:
-    """Return the occurrence of a span that is nearest to the word with this number; some official numbers are off."""
+    """Return the occurrence of a span that is nearest to a word number, because some official numbers are wrong."""
     pattern = r"\s+".join(map(re.escape, span.strip().rstrip('.,"').split()))
-    found = [match.span() for match in re.finditer(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE)]
-    if not found or not pattern:
-        raise ValueError(f"the text does not have {span!r}")
+    matches = [match.span() for match in re.finditer(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE)]
+    if not matches or not pattern:
+        raise ValueError(f"the text must contain {span!r}")
     starts = [match.start() for match in re.finditer(r"\S+", text)]
-    return min(found, key=lambda each: abs(bisect_right(starts, each[0]) - 1 - number))
+    return min(matches, key=lambda match: abs(bisect_right(starts, match[0]) - 1 - number))

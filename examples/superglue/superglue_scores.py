@@ -12,38 +12,45 @@ from superglue_tasks import SuperGlueTask
 from hf_attn_variants.training.squad.metrics import score_answer
 
 
-def compute_metrics(task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray) -> dict[str, float]:
-    """Return the metrics of a task; `combined_score` is the mean of two.
+def compute_superglue_metrics(
+    task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray
+) -> dict[str, float]:
+    """Compute the metrics of a task. `combined_score` is the mean of two metrics.
 
-    f1_macro: the mean of the F1 of the classes that are true or predicted. f1a: F1 over all answers. exact_match of
-    MultiRC: the share of questions with all answers right. f1 and exact_match of ReCoRD: those of SQuAD.
+    `f1_macro` is the mean F1 of the classes that are true or predicted, and `f1a` the F1 over all answers.
+    `exact_match` of MultiRC is the share of questions with only correct answers. `f1` and `exact_match` of ReCoRD are
+    the metrics of SQuAD.
 
     Args:
-        examples: with their labels.
-        logits: those of all texts of the examples [texts, labels], of COPA of all questions [questions, choices].
+        task: The task.
+        examples: The examples with their labels.
+        logits: The logits of all texts of the examples [texts, labels]. For COPA: [questions, choices].
     """
     if task.name == "record":
-        texts = chosen_candidates(examples, logits)
-        found = [score_answer(text, example.truths) for text, example in zip(texts, examples, strict=True)]
-        exact, f1 = np.mean(found, axis=0).tolist()
+        texts = choose_candidates(examples, logits)
+        scores = [score_answer(text, example.truths) for text, example in zip(texts, examples, strict=True)]
+        exact, f1 = np.mean(scores, axis=0).tolist()
         values = {"f1": f1, "exact_match": exact}
     else:
         labels = np.array([label for example in examples for label in example.labels or ()])
         predicted = logits.argmax(-1)
-        every = {
+        functions = {
             "accuracy": lambda: accuracy_score(labels, predicted),
             "f1_macro": lambda: f1_score(labels, predicted, average="macro", zero_division=0.0),
             "f1a": lambda: f1_score(labels, predicted, zero_division=0.0),
-            "exact_match": lambda: np.mean([each.all() for each in _by_example(examples, labels == predicted)]),
+            "exact_match": lambda: np.mean(
+                [right.all() for right in _split_by_example(examples, labels == predicted)]
+            ),
         }
-        values = {name: float(every[name]()) for name in task.metrics}
+        values = {name: float(functions[name]()) for name in task.metrics}
     return values | ({"combined_score": float(np.mean([*values.values()]))} if len(values) > 1 else {})
 
 
-def diagnostic_scores(name: str, examples: Sequence[Example], predicted: np.ndarray) -> dict[str, float]:
-    """Return the scores of AX-b (Matthews correlation) or AX-g (accuracy, and the share of pairs with equal labels).
+def compute_diagnostic_scores(name: str, examples: Sequence[Example], predicted: np.ndarray) -> dict[str, float]:
+    """Compute the metrics of AX-b (Matthews correlation) or AX-g (accuracy and gender parity).
 
-    The rows of AX-g are pairs that follow each other and differ in the gender of a pronoun.
+    Consecutive rows of AX-g form pairs that differ in the gender of a pronoun. The gender parity is the share of pairs
+    with equal predictions.
     """
     labels = np.array([label for example in examples for label in example.labels or ()])
     scores: dict[str, float] = {}
@@ -57,26 +64,27 @@ def diagnostic_scores(name: str, examples: Sequence[Example], predicted: np.ndar
     return scores
 
 
-def chosen_candidates(examples: Sequence[Example], logits: np.ndarray) -> list[str]:
-    """Return the candidate of each query of ReCoRD that is most likely right; `logits` are [candidates, 2]."""
-    likely = _by_example(examples, logits[:, 1] - logits[:, 0])
-    return [example.choices[int(each.argmax())] for example, each in zip(examples, likely, strict=True)]
+def choose_candidates(examples: Sequence[Example], logits: np.ndarray) -> list[str]:
+    """Return the most probable candidate of each ReCoRD query, from the logits [candidates, 2]."""
+    likely = _split_by_example(examples, logits[:, 1] - logits[:, 0])
+    return [example.choices[int(values.argmax())] for example, values in zip(examples, likely, strict=True)]
 
 
-def _by_example(examples: Sequence[Example], values: np.ndarray) -> list[np.ndarray]:
+def _split_by_example(examples: Sequence[Example], values: np.ndarray) -> list[np.ndarray]:
+    """Split the values of texts by example."""
     return np.split(values, np.cumsum([len(example.texts) for example in examples])[:-1])
 
 
-def submission(task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray) -> str:
-    """Return the file that the server of SuperGLUE expects: a JSON object per line; arguments as above."""
+def format_submission(task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray) -> str:
+    """Return the content of a submission file with one JSON object per line. The arguments are as above."""
     if task.name == "multirc":
         passages: dict[int, list[dict[str, Any]]] = {}
-        for example, found in zip(examples, _by_example(examples, logits.argmax(-1)), strict=True):
-            answers = [{"idx": i, "label": int(label)} for i, label in zip(example.choices, found, strict=True)]
+        for example, predicted in zip(examples, _split_by_example(examples, logits.argmax(-1)), strict=True):
+            answers = [{"idx": i, "label": int(label)} for i, label in zip(example.choices, predicted, strict=True)]
             passages.setdefault(example.index[0], []).append({"idx": example.index[1], "answers": answers})
-        records: list[Any] = [{"idx": i, "passage": {"questions": each}} for i, each in passages.items()]
+        records: list[Any] = [{"idx": i, "passage": {"questions": questions}} for i, questions in passages.items()]
     else:
         labels: list[Any] = [task.submitted[i] for i in logits.argmax(-1)]
-        labels = chosen_candidates(examples, logits) if task.name == "record" else labels
-        records = [{"idx": each.index[0], "label": label} for each, label in zip(examples, labels, strict=True)]
+        labels = choose_candidates(examples, logits) if task.name == "record" else labels
+        records = [{"idx": example.index[0], "label": label} for example, label in zip(examples, labels, strict=True)]
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

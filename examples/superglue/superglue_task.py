@@ -1,4 +1,4 @@
-"""The trainings on SuperGLUE: a classifier of texts, and a model that chooses (COPA, and every task for T5)."""
+"""Fine-tuning on SuperGLUE with a classifier of texts, or with a model that chooses (COPA, and all tasks of T5)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -6,39 +6,47 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from choice_task import NO_QUESTIONS, ChoiceTask
+from choice_task import NO_TRAINING_QUESTIONS, ChoiceTask
 from superglue_data import DIAGNOSTICS, Example, load_examples
-from superglue_scores import compute_metrics, diagnostic_scores, submission
-from superglue_tasks import DATASET, get_task
+from superglue_scores import compute_diagnostic_scores, compute_superglue_metrics, format_submission
+from superglue_tasks import DATASET, get_superglue_task
 from torch import nn
 
 from hf_attn_variants.training import FineTuningTask
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
-from hf_attn_variants.training.classification.task import NO_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
+from hf_attn_variants.training.classification.task import (
+    NO_TRAINING_ROWS,
+    EvalSet,
+    LogitsEvaluator,
+    SequenceClassification,
+)
 from hf_attn_variants.training.engine.models import load_config
 
 
-def task_class(settings: Any) -> type[Any]:
-    """Return the training for a task and a model."""
-    chooses = get_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
+def get_task_class(settings: Any) -> type[Any]:
+    """Return the task class for a SuperGLUE task and a model."""
+    chooses = get_superglue_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
     return SuperGlueChoice if chooses else SuperGlueClassification
 
 
 class _SuperGlue(FineTuningTask[Any, Any]):
-    """The part that both trainings share; `dev_logits` and `logits_of` are as `compute_metrics` expects them."""
+    """Base class of both task classes.
+
+    `dev_logits` and the result of `compute_split_logits` have the format that `compute_superglue_metrics` expects.
+    """
 
     config: Any
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.task = get_task(settings.task_name)
+        self.task = get_superglue_task(settings.task_name)
         self.examples = load_examples(settings, self.task)
         self.name, self.main_metric = f"SuperGLUE {self.task.folder}", self.task.main_metric
         self.shown_metrics = (*self.task.metrics, "combined_score")
         self.dev_logits = np.empty((0, 0))
 
     @abstractmethod
-    def logits_of(self, name: str) -> np.ndarray:
+    def compute_split_logits(self, name: str) -> np.ndarray:
         """Return the logits of a split."""
 
     def results(self) -> dict[str, Any]:
@@ -46,44 +54,50 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         return {"dataset": names, "task_name": self.task.name, "worded": self.config.is_encoder_decoder}
 
     def predictions(self, evaluator: Any) -> dict[str, str]:
-        return {f"dev_{self.task.folder}.jsonl": submission(self.task, self.examples["validation"], self.dev_logits)}
+        return {
+            f"dev_{self.task.folder}.jsonl": format_submission(self.task, self.examples["validation"], self.dev_logits)
+        }
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         results: dict[str, Any] = {}
         files = {}
         for name, folder in {"test": self.task.folder, **DIAGNOSTICS}.items():
             if name in self.examples:
-                logits = self.logits_of(name)
-                files[f"{folder}.jsonl"] = submission(self.task, self.examples[name], logits)
-                results |= diagnostic_scores(name, self.examples[name], logits.argmax(-1))
+                logits = self.compute_split_logits(name)
+                files[f"{folder}.jsonl"] = format_submission(self.task, self.examples[name], logits)
+                results |= compute_diagnostic_scores(name, self.examples[name], logits.argmax(-1))
         return results, files
 
 
 class _Evaluator(LogitsEvaluator):
+    """Evaluator of the dev split that also stores its logits."""
+
     def __init__(self, training: "SuperGlueClassification", *args: Any):
         super().__init__(*args)
         self.training = training
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        return self.training.dev_scores(logits)
+        return self.training.compute_dev_scores(logits)
 
 
 class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator]):
-    """A task as the classification of texts or pairs; each answer of MultiRC and candidate of ReCoRD is a pair.
+    """Fine-tuning of a classifier of texts or pairs. Each answer of MultiRC and each candidate of ReCoRD is a pair.
 
-    The baselines of the paper mark the words of WiC and WSC by their states; here signs in the text mark them.
+    The baselines of the paper mark the words of WiC and WSC by their hidden states. Here, symbols in the text mark
+    them.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.labels, self.problem_type = self.task.labels, "single_label_classification"
         self.fit_tokenizer(pair=len(self.task.fields) == 2)
-        self.train = self._rows("train") if "train" in self.examples else NO_ROWS
-        self.dev_splits = [self._rows("validation")]
+        self.train = self._load_rows("train") if "train" in self.examples else NO_TRAINING_ROWS
+        self.dev_splits = [self._load_rows("validation")]
 
-    def _rows(self, name: str) -> ClassificationSplit:
+    def _load_rows(self, name: str) -> ClassificationSplit:
+        """Return a split as texts with labels."""
         examples = self.examples[name]
-        texts = zip(*(each for example in examples for each in example.texts), strict=True)
+        texts = zip(*(text for example in examples for text in example.texts), strict=True)
         columns: dict[str, list] = {f"text{i}": list(column) for i, column in enumerate(texts, start=1)}
         columns["index"] = [example.index[-1] for example in examples for _ in example.texts]
         if examples[0].labels is not None:
@@ -91,17 +105,19 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
         return ClassificationSplit(name, make_rows(columns))
 
     def make_evaluator(self, model: nn.Module) -> _Evaluator:
-        sets = [self.eval_set(split) for split in self.dev_splits]
+        sets = [self.make_eval_set(split) for split in self.dev_splits]
         self.evaluator = _Evaluator(self, self.accelerator, model, sets, self.label_map, self.settings)
         return self.evaluator
 
-    def dev_scores(self, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the dev split from the logits of the model, whose labels may have another order."""
+    def compute_dev_scores(self, logits: np.ndarray) -> dict[str, float]:
+        """Return the metrics of the dev split from logits in the order of the model's outputs."""
         self.dev_logits = logits[:, list(self.label_map.to_model)]
-        return compute_metrics(self.task, self.examples["validation"], self.dev_logits)
+        return compute_superglue_metrics(self.task, self.examples["validation"], self.dev_logits)
 
-    def logits_of(self, name: str) -> np.ndarray:
-        return self.evaluator.predict_logits(self.eval_set(self._rows(name)))[:, list(self.label_map.to_model)]
+    def compute_split_logits(self, name: str) -> np.ndarray:
+        return self.evaluator.predict_logits(self.make_eval_set(self._load_rows(name)))[
+            :, list(self.label_map.to_model)
+        ]
 
     def results(self) -> dict[str, Any]:
         columns = {"labels": list(self.task.labels), "text_columns": list(self.task.fields)}
@@ -109,59 +125,64 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
 
 
 class SuperGlueChoice(_SuperGlue, ChoiceTask):
-    """COPA for encoders, and every task for encoder-decoders, which read T5's wording and write the answer.
+    """Fine-tuning on COPA for encoders, and on every task for encoder-decoders.
 
-    The likeliest of the possible answers counts. The loss is that of the right answers' share of the probability of
-    all answers.
+    Encoder-decoders read the texts of T5. The most probable answer counts. The loss is the negative logarithm of the
+    share of the correct answers in the probability of all answers.
     """
 
     @staticmethod
-    def word(row: dict[str, Any]) -> str:
+    def format_row(row: dict[str, Any]) -> str:
+        """Return the text of a row, which already has the format of T5."""
         return row["text1"]
 
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.train = self._questions("train") if "train" in self.examples else NO_QUESTIONS
-        self.dev = self._questions("validation")
+        self.train = self._make_questions("train") if "train" in self.examples else NO_TRAINING_QUESTIONS
+        self.dev = self._make_questions("validation")
 
-    def _questions(self, name: str) -> ClassificationSplit:
-        """Return a split as questions; a training question of ReCoRD is repeated for each of its right answers.
+    def _make_questions(self, name: str) -> ClassificationSplit:
+        """Return a split as questions.
 
-        The label of a dev question is the list of its right answers.
+        A training question of ReCoRD is repeated for each of its correct answers. The label of a dev question is the
+        list of its correct answers.
         """
         rows = [
             (text, choices, example.index[-1], label)
             for example in self.examples[name]
-            for text, choices, right in self._choices(example)
+            for text, choices, right in self._iterate_choices(example)
             for label in (right if name == "train" else [right if example.labels else None])
         ]
         columns = dict(zip(("text1", "text2", "index", "label"), map(list, zip(*rows, strict=True)), strict=True))
         columns["choices"] = columns["text2"]
         return ClassificationSplit(name, make_rows({k: v for k, v in columns.items() if v[0] is not None}))
 
-    def _choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
-        """Return the texts that a model reads of an example, with the choices and the places of the right ones."""
+    def _iterate_choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
+        """Yield the texts of an example for the model, each with its choices and the indices of the correct ones."""
         labels = example.labels or ()
         if self.task.name == "record":
-            yield example.worded[0], list(example.choices), [i for i, label in enumerate(labels) if label]
+            yield example.t5_texts[0], list(example.choices), [i for i, label in enumerate(labels) if label]
         elif not self.config.is_encoder_decoder:  # COPA
             yield example.texts[0][0], [choice for _, choice in example.texts], list(labels)
         else:
-            for i, text in enumerate(example.worded):
+            for i, text in enumerate(example.t5_texts):
                 yield text, list(self.task.labels), list(labels[i : i + 1])
 
-    def scores_of(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
+    def compute_scores(self, questions: EvalSet, compute_log_shares: np.ndarray) -> dict[str, float]:
         examples = self.examples["validation"]
-        self.dev_logits = self._logits(examples, log_shares)
-        pairs = zip(log_shares, questions.labels, strict=True)
+        self.dev_logits = self._to_logits(examples, compute_log_shares)
+        pairs = zip(compute_log_shares, questions.labels, strict=True)
         losses = [-np.logaddexp.reduce(shares[right]) for shares, right in pairs if right]
-        return {**compute_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
+        return {**compute_superglue_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
 
-    def _logits(self, examples: Sequence[Example], log_shares: np.ndarray) -> np.ndarray:
+    def _to_logits(self, examples: Sequence[Example], compute_log_shares: np.ndarray) -> np.ndarray:
+        """Return the logits of the choices. For ReCoRD, return logits [candidates, 2]."""
         if self.task.name != "record":
-            return log_shares
-        right = np.concatenate([log_shares[i, : len(each.choices)] for i, each in enumerate(examples)])
+            return compute_log_shares
+        right = np.concatenate([compute_log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
-    def logits_of(self, name: str) -> np.ndarray:
-        return self._logits(self.examples[name], self.log_shares(self.eval_set(self._questions(name))))
+    def compute_split_logits(self, name: str) -> np.ndarray:
+        return self._to_logits(
+            self.examples[name], self.compute_log_shares(self.make_eval_set(self._make_questions(name)))
+        )

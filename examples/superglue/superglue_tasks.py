@@ -1,4 +1,4 @@
-"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings, from which the flags are made."""
+"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings from which the flags are made."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,9 +11,15 @@ DATASET = "aps/super_glue"  # on the Hub
 
 @dataclass(frozen=True)
 class SuperGlueTask:
-    """A task: its names on the Hub and in the official release, and the names of the texts of a row.
+    """A SuperGLUE task.
 
-    `labels` are the class names in the order of the Hub's ids, and `submitted` their values in a submission.
+    Attributes:
+        name: The name on the Hub.
+        folder: The name in the official release.
+        fields: The names of the texts of a row.
+        labels: The class names in the order of the ids of the Hub.
+        submitted: The values of the classes in a submission.
+        metrics: The names of the metrics.
     """
 
     name: str
@@ -44,8 +50,12 @@ ALL_TASKS = [
 TASKS = {task.name: task for task in ALL_TASKS}
 
 
-def get_task(name: str) -> SuperGlueTask:
-    """Return the task with a name, in any case."""
+def get_superglue_task(name: str) -> SuperGlueTask:
+    """Return the task with a name. Ignore the case.
+
+    Raises:
+        ValueError: If there is no such task.
+    """
     if name.lower() not in TASKS:
         raise ValueError(f"--task_name must be one of {', '.join(TASKS)}, got {name!r}.")
     return TASKS[name.lower()]
@@ -53,15 +63,16 @@ def get_task(name: str) -> SuperGlueTask:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperGlueSettings(FineTuningSettings):
-    """The task and its files; limits of samples count the questions of MultiRC and ReCoRD."""
+    """The task and its files. The maximum numbers of samples count the questions of MultiRC and ReCoRD."""
 
     title: ClassVar[str] = "task"
 
     task_name: str = option(f"One of {', '.join(TASKS)}.")
-    data_dir: str | None = option("Folder with the task's official JSONL files (default: the Hub).", None)
+    data_dir: str | None = option("Folder with the official JSONL files of the task (default: the Hub).", None)
     skip_predict: bool = option("Do not predict the test split.", False)
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks."""
         super().check()
-        task = get_task(self.task_name)
+        task = get_superglue_task(self.task_name)
         check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))

@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from choice_data import Row, find_answer_format, load_choice_data, place_of, shown_answer
+from choice_data import ChoiceRow, find_answer_format, find_choice, format_answer, load_choice_data
 from choice_models import ChoiceHead
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
@@ -135,7 +135,9 @@ def test_columns_are_numbered(load):
 
 def rows_with(answers, choices):
     pairs = enumerate(zip(answers, choices, strict=True))
-    return [Row(TableRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs]
+    return [
+        ChoiceRow(TableRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +152,9 @@ def rows_with(answers, choices):
 def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected):
     choices = [[f"t{i}" for i in range(count)]] * len(answers)
     found = find_answer_format(rows_with(answers, choices))
-    places = [place_of(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
+    places = [find_choice(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
     assert (found, places) == expected
-    shown = [str(shown_answer(place, choices[0], found)).lower() for place in places]
+    shown = [str(format_answer(place, choices[0], found)).lower() for place in places]
     assert shown == [answer.lower() for answer in answers]
 
 
@@ -252,11 +254,14 @@ def test_columns_that_are_not_found_are_asked_for(load, row, message):
 
 
 def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
-    way = ChoiceHead.__new__(ChoiceHead)
-    way.tokenizer, way.settings = AutoTokenizer.from_pretrained(tiny_bert), SimpleNamespace(max_length=6)
+    choice_model = ChoiceHead.__new__(ChoiceHead)
+    choice_model.tokenizer, choice_model.settings = (
+        AutoTokenizer.from_pretrained(tiny_bert),
+        SimpleNamespace(max_length=6),
+    )
     rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
     data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
-    found = way.tokenize(ClassificationSplit("train", data))
+    found = choice_model.tokenize(ClassificationSplit("train", data))
     assert "train: 1 of 2 questions have choices that are the same tokens; the first is t.csv, row 1" in caplog.text
     assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
 

@@ -75,19 +75,19 @@ def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
     mask = (torch.arange(9) < torch.randint(3, 10, (3, 4, 1))).long()
     batch, labels = {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 2, 1])
     theirs = model(**batch, labels=labels)
-    way = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
-    found = way.scores(model, batch)
+    choice_model = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
+    found = choice_model.scores(model, batch)
     assert_close(found, theirs.logits, atol=1e-5, rtol=1e-5)
-    loss = way.objective().loss_sum(model, {**batch, "labels": labels})
+    loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
     assert_close(loss / len(ids), theirs.loss, atol=1e-5, rtol=1e-5)
     # The last choice of the first question is not there.
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, -1] = 0
-    fewer = way.scores(model, batch)
+    fewer = choice_model.scores(model, batch)
     assert fewer[0, -1] == -torch.inf
     assert_close(fewer[0, :-1], found[0, :-1], atol=1e-5, rtol=1e-5)
     assert_close(fewer[1:], found[1:], atol=1e-5, rtol=1e-5)
-    loss = way.objective().loss_sum(model, {**batch, "labels": labels})
+    loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
     expected = sum(-row[row > -torch.inf].log_softmax(-1)[label] for row, label in zip(fewer, labels, strict=True))
     assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     loss.backward()
@@ -196,7 +196,7 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
         ValueError, match=r"needs a model that was trained to choose, .* saved as BertForSequenceClass"
     ):
         run("--num_train_epochs", 0, model=tmp_path / "classifier", out="no")
-    with pytest.raises(ValueError, match="--max_length 65 is too long"):
+    with pytest.raises(ValueError, match="--max_length must be at most 64"):
         run("--max_length", 65, out="no")
     assert not (tmp_path / "no").exists()
 

@@ -174,6 +174,6 @@ def test_the_card_names_the_benchmark_and_not_glues_task(run):
     card = str(model_card(out, "me/x"))
     assert "SuperGLUE RTE" in card and "GLUE RTE" not in card.replace("SuperGLUE RTE", "")
     assert "type: aps/super_glue" in card and "config: rte" in card
-    assert "It gives each pair of texts one of 2 labels: `entailment`, `not_entailment`." in card
+    assert "The model assigns one of 2 labels to each pair of texts: `entailment`, `not_entailment`." in card
     block = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block

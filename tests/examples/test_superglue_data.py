@@ -8,8 +8,8 @@ import superglue_data
 from datasets import Dataset, DatasetDict
 from fixtures.superglue import hub_rows, official_rows, write_superglue
 from sklearn.metrics import f1_score
-from superglue_scores import chosen_candidates, compute_metrics, submission
-from superglue_tasks import TASKS, SuperGlueSettings, get_task
+from superglue_scores import choose_candidates, compute_superglue_metrics, format_submission
+from superglue_tasks import TASKS, SuperGlueSettings, get_superglue_task
 
 from hf_attn_variants.text_files import read_records
 
@@ -18,12 +18,12 @@ def read(tmp_path, task, rows, has_labels=True):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     placed = [(record.place, record.values) for record in read_records(path)]
-    return superglue_data.make_examples(get_task(task), placed, has_labels)
+    return superglue_data.make_examples(get_superglue_task(task), placed, has_labels)
 
 
 def load(task, data_dir):
     settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name=task, data_dir=data_dir)
-    return superglue_data.load_examples(settings, get_task(task))
+    return superglue_data.load_examples(settings, get_superglue_task(task))
 
 
 # What is read
@@ -119,13 +119,13 @@ def scores_for(labels, count):
 
 
 def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
-    task, examples = get_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
+    task, examples = get_superglue_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
     true, said = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
     f1 = []
     for label in range(3):
         hits = sum(t == s == label for t, s in zip(true, said, strict=True))
         f1.append(2 * hits / (true.count(label) + said.count(label)))
-    found = compute_metrics(task, examples, scores_for(said, 3))
+    found = compute_superglue_metrics(task, examples, scores_for(said, 3))
     accuracy = np.mean(np.equal(true, said))
     assert found["accuracy"] == pytest.approx(accuracy) and found["f1_macro"] == pytest.approx(np.mean(f1))
     assert found["f1_macro"] == pytest.approx(f1_score(true, said, average="macro"))
@@ -133,11 +133,11 @@ def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
 
 
 def test_multirc_has_f1_over_all_answers_and_whole_questions(tmp_path):
-    task, examples = get_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
+    task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
     said = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
     said[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
-    found = compute_metrics(task, examples, scores_for(said, 2))
+    found = compute_superglue_metrics(task, examples, scores_for(said, 2))
     hits = sum(t and s for t, s in zip(true, said, strict=True))
     precision, recall = hits / sum(said), hits / sum(true)
     assert found["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
@@ -159,8 +159,8 @@ def test_record_takes_the_likeliest_candidate_and_the_nearest_answer(tmp_path):
     examples = read(tmp_path, "record", [{"passage": passage, "qas": queries, "idx": 0}])
     likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # said: the paper, the town, the town
     scores = np.array([[0.3, 0.3 + each] for row in likely for each in row])
-    assert chosen_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
-    found = compute_metrics(get_task("record"), examples, scores)
+    assert choose_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
+    found = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
     # Without the article the paper has three words, two of which are right: precision 2/3, recall 1.
     assert found["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and found["exact_match"] == pytest.approx(1 / 3)
 
@@ -170,7 +170,7 @@ def test_the_others_have_accuracy(tmp_path, task):
     examples = read(tmp_path, task, official_rows(task))
     said = [0, 1, 1, 1, 0, 0, 1, 0]
     expected = np.mean([example.labels[0] == each for example, each in zip(examples, said, strict=True)])
-    assert compute_metrics(get_task(task), examples, scores_for(said, 2)) == {"accuracy": expected}
+    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(said, 2)) == {"accuracy": expected}
 
 
 # Submissions
@@ -208,6 +208,6 @@ def test_the_others_have_accuracy(tmp_path, task):
 def test_a_submission_is_in_the_official_form(tmp_path, task, said, expected):
     rows = [row for row in official_rows(task, 2)]
     examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
-    count = len(get_task(task).labels)
-    text = submission(get_task(task), examples, np.eye(count)[said])
+    count = len(get_superglue_task(task).labels)
+    text = format_submission(get_superglue_task(task), examples, np.eye(count)[said])
     assert [json.loads(line) for line in text.splitlines()] == expected and text.endswith("\n")

@@ -9,8 +9,8 @@ import run_multiple_choice
 import run_superglue
 import torch
 from architectures import T5, token_ids
-from choice_models import choice_log_probabilities
-from choice_task import word_question
+from choice_models import compute_choice_log_probabilities
+from choice_task import format_question
 from fixtures.multilingual import TOKENIZERS
 from fixtures.processes import run_processes, run_script
 from fixtures.superglue import official_rows, write_superglue
@@ -19,7 +19,7 @@ from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
 from superglue_data import make_examples
 from superglue_task import SuperGlueChoice
-from superglue_tasks import TASKS, get_task
+from superglue_tasks import TASKS, get_superglue_task
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -78,35 +78,35 @@ def lines_of(path):
         ("wsc", ["wsc text: The * cat man * sees a house, and # it # is big."]),
     ],
 )
-def test_rows_are_worded_as_t5s_code_does(task, worded):
-    [example] = make_examples(get_task(task), [("row 1", official_rows(task, 1)[0])])
-    assert list(example.worded) == worded
+def test_rows_are_worded_as_t5s_code_does(task, t5_texts):
+    [example] = make_examples(get_superglue_task(task), [("row 1", official_rows(task, 1)[0])])
+    assert list(example.t5_texts) == t5_texts
 
 
 def test_paragraphs_of_multirc_lose_their_html():
     row = official_rows("multirc", 1)[0]
     row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
-    [example] = make_examples(get_task("multirc"), [("row 1", row)])
-    assert example.worded[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
+    [example] = make_examples(get_superglue_task("multirc"), [("row 1", row)])
+    assert example.t5_texts[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
 
 
 def test_a_query_of_record_is_learned_once_for_each_right_answer():
     training = SuperGlueChoice.__new__(SuperGlueChoice)
-    training.task, training.config = get_task("record"), SimpleNamespace(is_encoder_decoder=True)
+    training.task, training.config = get_superglue_task("record"), SimpleNamespace(is_encoder_decoder=True)
     examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
     training.examples = {"train": examples, "validation": examples}
-    train, dev = training._questions("train"), training._questions("validation")
+    train, dev = training._make_questions("train"), training._make_questions("validation")
     assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
     assert dev.data["choices"][1] == ["dog", "house", "man"]
-    log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
-    assert training._logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
+    compute_log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
+    assert training._logits(examples, compute_log_shares)[:, 1] == pytest.approx(compute_log_shares.ravel())
 
 
 def test_questions_are_worded_as_unifiedqa_does():
     row = {"question": None, "text1": "which is best conductor?", "choices": ["iron", "feather"]}
-    assert word_question(row) == r"which is best conductor? \n (A) iron (B) feather"
-    worded = word_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
-    assert worded.startswith(r"Who? \n (A) he (B) he") and worded.endswith(r"(Z) he (27) he (28) he \n A man.")
+    assert format_question(row) == r"which is best conductor? \n (A) iron (B) feather"
+    t5_texts = format_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
+    assert t5_texts.startswith(r"Who? \n (A) he (B) he") and t5_texts.endswith(r"(Z) he (27) he (28) he \n A man.")
 
 
 # The probabilities
@@ -125,7 +125,7 @@ def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
     read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
     batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
     with torch.no_grad():
-        found = choice_log_probabilities(model, batch)
+        found = compute_choice_log_probabilities(model, batch)
         assert found.shape == (2, 3) and found[1, 2] == -torch.inf
         for i, j in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
             ids = choices[i, j][choices[i, j] >= 0]

@@ -336,7 +336,7 @@ def test_flops_cards_and_tables_say_it(tmp_path):
     found = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
     assert found == expected
     text = str(model_card(tmp_path, "me/x"))
-    assert f"| numbers of a value head | {SMALL} |" in text and f"and {SMALL} numbers of a value head, as" in text
+    assert f"| size of a value head | {SMALL} |" in text and f"value heads of size {SMALL}" in text
 
 
 @EVERY_ROW

@@ -19,10 +19,10 @@ from hf_attn_variants.training.classification.data import (
 )
 from hf_attn_variants.training.classification.labels import (
     LabelScheme,
-    class_weights,
-    problem_type_of,
+    compute_class_weights,
+    infer_problem_type,
     read_cell,
-    sorted_names,
+    sort_class_names,
 )
 from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.engine import tables
@@ -75,9 +75,9 @@ def columns_of(split):
 )
 def test_labels_say_what_they_are(cells, expected):
     kind, names = expected
-    assert problem_type_of(cells, str) == kind
+    assert infer_problem_type(cells, str) == kind
     if names is not None:
-        assert sorted_names(cells) == names
+        assert sort_class_names(cells) == names
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_labels_say_what_they_are(cells, expected):
 )
 def test_what_could_be_meant_otherwise_is_refused(cells, message):
     with pytest.raises(ValueError, match=message):
-        problem_type_of(cells, lambda row: f"row {row}")
+        infer_problem_type(cells, lambda row: f"row {row}")
 
 
 @pytest.mark.parametrize("flags", [(), ("--problem_type", MULTI_LABEL), ("--labels", "0", "1")])
@@ -118,7 +118,7 @@ def test_labels_that_look_alike_and_labels_of_all_rows_are_told(load, caplog):
 
 
 def test_two_hundred_labels_are_classes():
-    assert problem_type_of([f"intent {i}" for i in range(200)] * 2, str) == SINGLE_LABEL
+    assert infer_problem_type([f"intent {i}" for i in range(200)] * 2, str) == SINGLE_LABEL
 
 
 @pytest.mark.parametrize(
@@ -182,23 +182,23 @@ def test_a_cell_that_is_no_label_is_refused(value, separator, message):
 def test_a_label_of_another_kind_names_its_row(kind, cell, message):
     scheme = LabelScheme(kind, () if kind == REGRESSION else ("a", "b"))
     with pytest.raises(ValueError, match=message):
-        scheme.values([cell], lambda row: f"row {row}")
+        scheme.encode([cell], lambda row: f"row {row}")
 
 
 def test_labels_become_numbers():
-    assert LabelScheme(SINGLE_LABEL, ("a", "b")).values(["b", "a"], str) == [1, 0]
-    assert LabelScheme(MULTI_LABEL, ("a", "b")).values([("b",), (), ("b", "a")], str) == [[0, 1], [0, 0], [1, 1]]
-    assert LabelScheme(REGRESSION, ()).values(["-1", "2.5"], str) == [-1.0, 2.5]
+    assert LabelScheme(SINGLE_LABEL, ("a", "b")).encode(["b", "a"], str) == [1, 0]
+    assert LabelScheme(MULTI_LABEL, ("a", "b")).encode([("b",), (), ("b", "a")], str) == [[0, 1], [0, 0], [1, 1]]
+    assert LabelScheme(REGRESSION, ()).encode(["-1", "2.5"], str) == [-1.0, 2.5]
 
 
 def test_weights_are_balanced_as_scikit_learn_does_or_given():
     scheme, values = LabelScheme(SINGLE_LABEL, ("a", "b", "c")), [0, 1, 1, 2, 2, 2, 2]
     expected = compute_class_weight("balanced", classes=np.arange(3), y=values).tolist()
-    assert class_weights("balanced", scheme, values) == pytest.approx(expected)
-    assert class_weights({"c": 3}, scheme, values) == [1.0, 1.0, 3.0]
-    assert class_weights(None, scheme, values) is None
+    assert compute_class_weights("balanced", scheme, values) == pytest.approx(expected)
+    assert compute_class_weights({"c": 3}, scheme, values) == [1.0, 1.0, 3.0]
+    assert compute_class_weights(None, scheme, values) is None
     several = LabelScheme(MULTI_LABEL, ("a", "b"))
-    assert class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
+    assert compute_class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
     for given, of, rows, message in (
         ({"d": 1}, scheme, values, "'d' is none of 'a', 'b', 'c'"),
         ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
@@ -206,7 +206,7 @@ def test_weights_are_balanced_as_scikit_learn_does_or_given():
         ("balanced", LabelScheme(REGRESSION, ()), [1.0], "numbers on a scale"),
     ):
         with pytest.raises(ValueError, match=message):
-            class_weights(given, of, rows)
+            compute_class_weights(given, of, rows)
 
 
 # Which columns
@@ -276,7 +276,7 @@ def test_files_of_all_kinds_give_the_same_rows(load):
 def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
     files = {"train1.csv": "text,label\na,x\nb,y\n", "train2.jsonl": '{"text": "c", "label": "x"}\n'}
     train = load(files).splits["train"]
-    assert train.data["index"][:] == [1, 2, 1] and train.where(2).endswith("train2.jsonl, line 1, row 1")
+    assert train.data["index"][:] == [1, 2, 1] and train.describe_row(2).endswith("train2.jsonl, line 1, row 1")
     files["train2.jsonl"] += '{"text": "d", "label": null}\n'
     with pytest.raises(ValueError, match=r"train2.jsonl, line 2, row 2, column 'label': there is no label"):
         load(files)

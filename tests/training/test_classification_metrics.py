@@ -14,13 +14,13 @@ from hf_attn_variants.training.classification import metrics
 from hf_attn_variants.training.classification.labels import LabelScheme
 from hf_attn_variants.training.classification.metrics import (
     Predictions,
-    draw_confusion,
-    score,
-    score_details,
-    shown_name,
+    compute_classification_metrics,
+    compute_metric_details,
+    draw_confusion_matrix,
+    shorten_class_name,
 )
-from hf_attn_variants.training.classification.settings import METRICS, MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from hf_attn_variants.training.classification.task import classification_objective, labels_of_model
+from hf_attn_variants.training.classification.settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from hf_attn_variants.training.classification.task import make_classification_objective, to_model_labels
 from hf_attn_variants.training.engine.models import LabelMap
 from hf_attn_variants.training.engine.settings import is_greater_better
 
@@ -42,8 +42,11 @@ def made(kind, classes, rows=60, seed=0):
 @pytest.mark.parametrize("classes", [2, 5])
 def test_one_label_a_row_is_scored_as_scikit_learn_does(classes):
     scheme, found, labels = made(SINGLE_LABEL, classes)
-    values, details = score(scheme, found, labels), score_details(scheme, found, labels)
-    assert tuple(values) == METRICS[SINGLE_LABEL]
+    values, details = (
+        compute_classification_metrics(scheme, found, labels),
+        compute_metric_details(scheme, found, labels),
+    )
+    assert tuple(values) == METRICS_BY_PROBLEM[SINGLE_LABEL]
     assert values["accuracy"] == values["f1_micro"] == pytest.approx((found.chosen == labels).mean())
     precision, recall, f1, support = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
@@ -60,8 +63,11 @@ def test_one_label_a_row_is_scored_as_scikit_learn_does(classes):
 
 def test_several_labels_a_row_are_scored_as_scikit_learn_does():
     scheme, found, labels = made(MULTI_LABEL, 4)
-    values, details = score(scheme, found, labels), score_details(scheme, found, labels)
-    assert values.keys() == set(METRICS[MULTI_LABEL]) and "confusion_matrix" not in details
+    values, details = (
+        compute_classification_metrics(scheme, found, labels),
+        compute_metric_details(scheme, found, labels),
+    )
+    assert values.keys() == set(METRICS_BY_PROBLEM[MULTI_LABEL]) and "confusion_matrix" not in details
     assert values["accuracy"] == pytest.approx((found.chosen == labels).all(1).mean())
     right, said, true = (found.chosen * labels).sum(), found.chosen.sum(), labels.sum()
     assert values["f1_micro"] == pytest.approx(2 * right / (said + true))
@@ -89,8 +95,8 @@ def test_one_label_that_a_row_may_have_is_scored_as_that_label():
 
 def test_a_regression_is_scored():
     scheme, found, labels = made(REGRESSION, 0)
-    values = score(scheme, found, labels)
-    assert tuple(values) == METRICS[REGRESSION]
+    values = compute_classification_metrics(scheme, found, labels)
+    assert tuple(values) == METRICS_BY_PROBLEM[REGRESSION]
     assert values["rmse"] == pytest.approx(math.sqrt(((found.chosen - labels) ** 2).mean()))
     assert values["mae"] == pytest.approx(np.abs(found.chosen - labels).mean())
     assert values["pearson"] == pytest.approx(np.corrcoef(found.chosen, labels)[0, 1])
@@ -108,7 +114,9 @@ def test_the_names_of_losses_and_errors_are_known():
 def scored(kind, names, logits, labels):
     scheme = LabelScheme(kind, names)
     found = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
-    return score(scheme, found, np.array(labels)), score_details(scheme, found, np.array(labels))
+    return compute_classification_metrics(scheme, found, np.array(labels)), compute_metric_details(
+        scheme, found, np.array(labels)
+    )
 
 
 def test_what_is_not_defined_says_why():
@@ -150,7 +158,7 @@ def test_the_loss_is_upstreams(tiny_bert, batch, kind, labels, outputs):
     options = {"num_labels": outputs, "problem_type": kind}
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, **options).eval()
     upstream = model(**batch, labels=labels).loss
-    objective = classification_objective()
+    objective = make_classification_objective()
     given = {**batch, "labels": labels}
     assert torch.allclose(objective.loss_sum(model, given) / objective.count(given), upstream)
 
@@ -162,19 +170,19 @@ def test_weights_are_torchs():
     def model(**_):
         return SimpleNamespace(logits=logits)
 
-    loss = classification_objective(weights).loss_sum(model, {"labels": ids})
+    loss = make_classification_objective(weights).loss_sum(model, {"labels": ids})
     assert torch.allclose(loss, functional.cross_entropy(logits, ids, weight=weights) * weights[ids].sum())
     several = torch.nn.functional.one_hot(ids, 3).float()
-    loss = classification_objective(weights).loss_sum(model, {"labels": several})
+    loss = make_classification_objective(weights).loss_sum(model, {"labels": several})
     expected = functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights)
     assert torch.allclose(loss, 5 * expected)
 
 
 def test_labels_take_the_order_of_the_outputs():
     order = LabelMap((2, 0, 1))  # output 0 is the task's class 2
-    assert labels_of_model(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
-    assert labels_of_model(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
-    assert labels_of_model(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
+    assert to_model_labels(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
+    assert to_model_labels(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
+    assert to_model_labels(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
 
 
 # The picture
@@ -185,20 +193,20 @@ def test_labels_take_the_order_of_the_outputs():
 def test_a_confusion_matrix_is_drawn_with_any_names(tmp_path, count, caplog, recwarn):
     names = ["$x_{", "two\nlines", "ünï\x07code", "中文", "", "a" * 300, r"\frac", *map(str, range(count))][:count]
     matrix = np.random.default_rng(0).integers(20_000, size=(count, count)).tolist()
-    draw_confusion(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
+    draw_confusion_matrix(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG") and not caplog.text
     assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]
 
 
 def test_a_name_is_shown_in_one_short_line():
-    assert shown_name(" two\n\tlines\x07 ") == "two lines"
-    assert shown_name("a" * 300) == "a" * 23 + "…" and shown_name("$x_{") == "$x_{"
+    assert shorten_class_name(" two\n\tlines\x07 ") == "two lines"
+    assert shorten_class_name("a" * 300) == "a" * 23 + "…" and shorten_class_name("$x_{") == "$x_{"
 
 
 def test_numbers_stand_in_the_cells_and_names_beside_them(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(metrics, "write_picture", lambda path, draw, **options: drawn.append(draw()))
-    draw_confusion([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
+    draw_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {

@@ -224,7 +224,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
     with caplog.at_level(logging.INFO):
         resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
-    assert f"going on from {out / 'checkpoint-3'}, step 3 of {whole['steps']}" in caplog.text
+    assert f"Resuming from {out / 'checkpoint-3'} at step 3 of {whole['steps']}" in caplog.text
     assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     for changed, name in (
@@ -404,7 +404,7 @@ def test_the_card_names_the_problem_its_labels_and_its_scores(run, tmp_path):
     table = write_csv(tmp_path / "pairs.csv", ("premise", "hypothesis", "label"), rows)
     results, out = run(table, table, "--max_train_steps", 2, test=table)
     card = str(model_card(out, "me/x"))
-    assert "It gives each pair of texts one of 2 labels: `` b`c ``, `i$_*|`." in card
+    assert "The model assigns one of 2 labels to each pair of texts: `` b`c ``, `i$_*|`." in card
     assert "pipeline_tag: text-classification" in card
     for split, prefix in (("validation", "eval"), ("test", "test")):
         for name in ("accuracy", "f1_macro", "roc_auc"):

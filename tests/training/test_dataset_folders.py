@@ -46,8 +46,8 @@ def test_pairs_of_texts(tmp_path):
 def test_texts_to_pretrain_on(tmp_path, name):
     write(tmp_path, name, [[text] for text in (["text"] if name.endswith("tsv") else []) + TEXTS])
     [source] = open_text(TextSettings(dataset_name=str(tmp_path))).train
-    assert [text for _, text in source.articles()] == TEXTS
-    assert list(source.articles(3)) == [(3, "1.0"), (4, "7")]
+    assert [text for _, text in source.read_articles()] == TEXTS
+    assert list(source.read_articles(3)) == [(3, "1.0"), (4, "7")]
 
 
 def test_options_of_a_readme_count(tmp_path):

@@ -18,11 +18,11 @@ from hf_attn_variants.training.uptraining.objective import (
     TermWeights,
     UptrainingObjective,
     check_teacher,
-    embedding_distance,
-    labels_divergence,
-    layer_error,
-    logits_divergence,
-    scores_error,
+    compute_embedding_distance,
+    compute_labels_divergence,
+    compute_layer_error,
+    compute_logits_divergence,
+    compute_scores_error,
 )
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -35,7 +35,7 @@ def random(*shape, seed=0):
 
 def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
     student, teacher = [random(2, 4, 3, seed=i) for i in (0, 1)], [random(2, 4, 3, seed=i) for i in (2, 3)]
-    sums, items = layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)
+    sums, items = compute_layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)
     expected = torch.zeros(2)
     for b, n in MASK.nonzero().tolist():
         for layer, variance in enumerate((2.0, 4.0)):
@@ -44,7 +44,9 @@ def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
     assert items.tolist() == [3, 1]
     for states in (*student, *teacher):
         states[MASK == 0] = torch.nan_to_num(states[MASK == 0] + 1e3)
-    torch.testing.assert_close(layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)[0], sums)
+    torch.testing.assert_close(
+        compute_layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)[0], sums
+    )
 
 
 def test_the_teachers_mean_vector_has_the_error_one():
@@ -57,18 +59,18 @@ def test_the_teachers_mean_vector_has_the_error_one():
     for kind in ("hidden_states", "attention_outputs"):
         layers = getattr(states, kind)["encoder"]
         means = [layer[mask.bool()].mean(0).expand_as(layer) for layer in layers]
-        sums, items = layer_error(means, layers, teacher.variances[kind, "encoder"], mask)
+        sums, items = compute_layer_error(means, layers, teacher.variances[kind, "encoder"], mask)
         assert float(sums.sum() / items.sum()) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_logits_divergence_is_kullback_leibler_at_the_temperature():
     student, teacher = random(2, 4, 5).float(), random(2, 4, 5, seed=1).float()
-    sums, items = logits_divergence(student, teacher, MASK, temperature=2.0)
+    sums, items = compute_logits_divergence(student, teacher, MASK, temperature=2.0)
     p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
     expected = (4 * (p * (p / q).log()).sum(-1) * MASK).sum(-1)
     torch.testing.assert_close(sums, expected)
     assert items.tolist() == [3, 1]
-    sums, items = logits_divergence(student[:, 0], teacher[:, 0], None, temperature=2.0)
+    sums, items = compute_logits_divergence(student[:, 0], teacher[:, 0], None, temperature=2.0)
     torch.testing.assert_close(sums, 4 * (p * (p / q).log()).sum(-1)[:, 0])
     assert items.tolist() == [1, 1]
 
@@ -76,7 +78,7 @@ def test_logits_divergence_is_kullback_leibler_at_the_temperature():
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_a_probability_for_each_label_is_compared_label_by_label(mask):
     student, teacher = random(2, 4).float(), random(2, 4, seed=1).float()
-    sums, items = labels_divergence(student, teacher, mask, temperature=2.0)
+    sums, items = compute_labels_divergence(student, teacher, mask, temperature=2.0)
     p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
     expected = 4 * (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
     counted = torch.ones(2, 4) if mask is None else mask
@@ -87,7 +89,7 @@ def test_a_probability_for_each_label_is_compared_label_by_label(mask):
 def _logits_term(student, teacher, batch):
     objective = UptrainingObjective(student, TermWeights(logits=1.0), Teacher(teacher))
     with torch.no_grad():
-        sums, items = objective.terms(student, batch)["logits_divergence"]
+        sums, items = objective.compute_terms(student, batch)["logits_divergence"]
         return sums.sum() / items.sum(), student(**batch).logits, teacher(**batch).logits
 
 
@@ -116,7 +118,7 @@ def test_a_discriminators_tokens_are_compared_one_by_one_without_padding():
 
 def test_an_error_of_scores_is_the_share_of_their_variance():
     student, teacher = random(5, 2).float(), random(5, 2, seed=1).float()
-    sums, items = scores_error(student, teacher, torch.tensor(4.0))
+    sums, items = compute_scores_error(student, teacher, torch.tensor(4.0))
     torch.testing.assert_close(sums, ((student - teacher) ** 2).mean(-1) / 4)
     assert items.tolist() == [1] * 5
 
@@ -152,8 +154,8 @@ def test_padding_is_no_answer(dtype, temperature):
     spans = [random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
     inputs = {"attention_mask": MASK}
     outputs = [types.SimpleNamespace(start_logits=pair[:, 0], end_logits=pair[:, 1]) for pair in spans]
-    masked = [objective._span_logits(inputs, output) for output in outputs]
-    sums, items = logits_divergence(*masked, torch.ones(2, 2), temperature)
+    masked = [objective._get_span_logits(inputs, output) for output in outputs]
+    sums, items = compute_logits_divergence(*masked, torch.ones(2, 2), temperature)
     assert items.tolist() == [2, 2]
     student, teacher = (pair[0, :, :3].float() for pair in spans)  # the first example has three tokens
     p, q = (teacher / temperature).softmax(-1), (student / temperature).softmax(-1)
@@ -178,7 +180,7 @@ def test_cross_entropy_and_embedding_distance():
     assert items.tolist() == [3, 0]
     states = random(2, 4, 3).float()
     turned = states @ torch.tensor([[0.0, 1, 0], [-1, 0, 0], [0, 0, 1]])
-    distances, items = embedding_distance(turned, 3 * states, MASK)
+    distances, items = compute_embedding_distance(turned, 3 * states, MASK)
     means = [(states[b] * MASK[b][:, None]).sum(0) / MASK[b].sum() for b in range(2)]
     by_hand = [1 - float(m[2] ** 2 / (m @ m)) for m in means]
     assert distances.tolist() == pytest.approx(by_hand, rel=1e-5) and items.tolist() == [1, 1]

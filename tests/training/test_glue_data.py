@@ -188,4 +188,4 @@ def test_labels_and_submission_formats():
 
 def test_first_keeps_everything_without_a_count(glue):
     split = ClassificationSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
-    assert len(split.first(None)) == len(split.first(99)) == 12 and len(split.first(3)) == 3
+    assert len(split.take(None)) == len(split.take(99)) == 12 and len(split.take(3)) == 3

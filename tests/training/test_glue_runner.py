@@ -458,7 +458,7 @@ def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path, caplo
     config = AutoConfig.from_pretrained(t5)
     config.eos_token_id = 2
     config.save_pretrained(t5)
-    with pytest.raises(ValueError, match=r"end token \(number 2\) behind the texts of a pair"):
+    with pytest.raises(ValueError, match=r"end token of the model \(id 2\) to the texts of a pair"):
         run("stsb", model=t5, output_dir=tmp_path / "other")
 
 

@@ -3,13 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from hf_attn_variants.training.glue.task import compute_metrics
+from hf_attn_variants.training.glue.task import compute_glue_metrics
 
 
 def test_values_by_hand():
     predictions, references = np.array([1, 1, 0, 1, 0, 1]), np.array([1, 0, 0, 1, 1, 1])
     tp, fp, fn, tn = 3, 1, 1, 1
-    values = compute_metrics(["accuracy", "f1", "matthews_correlation"], predictions, references)
+    values = compute_glue_metrics(["accuracy", "f1", "matthews_correlation"], predictions, references)
     assert values["accuracy"] == pytest.approx(4 / 6)
     assert values["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
     expected = (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
@@ -19,20 +19,20 @@ def test_values_by_hand():
 
 def test_correlations_by_hand():
     x, y = np.array([1.0, 2.0, 3.0, 10.0]), np.array([0.5, 2.5, 2.0, 4.0])
-    values = compute_metrics(["pearson", "spearmanr"], x, y)
+    values = compute_glue_metrics(["pearson", "spearmanr"], x, y)
     assert values["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
     assert values["spearmanr"] == pytest.approx(1 - 6 * 2 / (4 * 15))  # two ranks swapped
 
 
 def test_constant_predictions():
     assert (
-        compute_metrics(["matthews_correlation"], np.ones(4, int), np.array([0, 1, 0, 1]))["matthews_correlation"]
+        compute_glue_metrics(["matthews_correlation"], np.ones(4, int), np.array([0, 1, 0, 1]))["matthews_correlation"]
         == 0.0
     )
-    assert compute_metrics(["f1"], np.zeros(4, int), np.array([0, 1, 0, 1]))["f1"] == 0.0
-    assert math.isnan(compute_metrics(["pearson"], np.ones(4), np.arange(4.0))["pearson"])
+    assert compute_glue_metrics(["f1"], np.zeros(4, int), np.array([0, 1, 0, 1]))["f1"] == 0.0
+    assert math.isnan(compute_glue_metrics(["pearson"], np.ones(4), np.arange(4.0))["pearson"])
 
 
 def test_unknown_metric():
     with pytest.raises(ValueError, match="unknown metric bleu"):
-        compute_metrics(["bleu"], np.ones(2), np.ones(2))
+        compute_glue_metrics(["bleu"], np.ones(2), np.ones(2))

@@ -165,7 +165,7 @@ def test_overrides_make_what_flags_make():
         ),
         (
             ["--config_overrides", "num_layrs=2"],
-            "--config_overrides: `num_layrs` is not a field of T5Config; did you mean num_layers?",
+            "--config_overrides: `num_layrs` is not a field of T5Config. Did you mean num_layers?",
         ),
         (
             ["--config_overrides", "talking_head=both"],

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hf_attn_variants.training.classification.labels import problem_type_of
+from hf_attn_variants.training.classification.labels import infer_problem_type
 from hf_attn_variants.training.classification.settings import REGRESSION, SINGLE_LABEL
 
 
 def kind(labels):
-    return problem_type_of(labels, lambda i: f"row {i + 1}")
+    return infer_problem_type(labels, lambda i: f"row {i + 1}")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,11 @@ from hf_attn_variants.commands.pretrain import main, parse_args
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.losses import make_label_objective
-from hf_attn_variants.training.pretraining.causal_lm import CausalLMPreparation, causal_lm_sums, causal_logits
+from hf_attn_variants.training.pretraining.causal_lm import (
+    CausalLMPreparation,
+    compute_causal_lm_sums,
+    compute_causal_logits,
+)
 from hf_attn_variants.training.pretraining.task import shuffle_positions
 
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
@@ -130,9 +134,9 @@ def test_each_token_of_a_block_is_predicted_once_from_those_before(tokenizer):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_is_the_formulas_and_upstreams(tokenizer, name):
     model, (blocks, batch) = model_of(name), batch_of(tokenizer)
-    found = make_label_objective(causal_logits).loss_sum(model, batch)
-    sums = causal_lm_sums(model, batch)
-    assert make_label_objective(causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
+    found = make_label_objective(compute_causal_logits).loss_sum(model, batch)
+    sums = compute_causal_lm_sums(model, batch)
+    assert make_label_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
     torch.testing.assert_close(found, sums[:, 0].sum())
     for i, block in enumerate(blocks):
         ids = torch.tensor([[tokenizer.cls_token_id, *block]])
@@ -154,7 +158,7 @@ def test_no_loss_depends_on_a_later_token(tokenizer, name):
     model, (_, batch) = model_of(name), batch_of(tokenizer)
     changed = {key: tensor.clone() for key, tensor in batch.items()}
     changed["input_ids"][:, 5] = (changed["input_ids"][:, 5] + 7) % 60
-    before, after = causal_logits(model, batch), causal_logits(model, changed)
+    before, after = compute_causal_logits(model, batch), compute_causal_logits(model, changed)
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:2, 5:], after[:2, 5:])
 

@@ -48,8 +48,8 @@ from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.models import make_new_config
 from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, find_word_starts
 from hf_attn_variants.training.engine.tokenizers import get_vocabulary_size
-from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
-from hf_attn_variants.training.pretraining.task import attention_zeroed, context_results, shuffle_positions
+from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
+from hf_attn_variants.training.pretraining.task import compute_context_results, shuffle_positions, zero_attention
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
@@ -282,7 +282,7 @@ def batch_of_random_tokens():
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
 def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     batch = batch_of_random_tokens()
-    objective = masked_lm_objective(model)
+    objective = make_masked_lm_objective(model)
     count = objective.count(batch)
     assert count == (batch["labels"] != IGNORED_LABEL).sum() and objective.examples(batch) == 3
     own = model(**batch).loss
@@ -316,7 +316,7 @@ def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
     masked = int((batch["labels"] != IGNORED_LABEL).sum())
     # The model's own has both means; ours counts a sentence as so many masked tokens.
-    objective = masked_lm_objective(model, sentence_weight=masked / 3)
+    objective = make_masked_lm_objective(model, sentence_weight=masked / 3)
     torch.testing.assert_close(objective.loss_sum(model, batch) / masked, own)
     batch["sentence_labels"][:] = IGNORED_LABEL
     without = objective.loss_sum(model, batch)
@@ -334,7 +334,7 @@ def test_without_attention_no_position_sees_another(model):
     others = [i for i in range(10) if i != 4]
     before = model(ids).logits
     assert not torch.allclose(model(changed).logits[:, others], before[:, others])
-    with attention_zeroed(model):
+    with zero_attention(model):
         assert torch.equal(model(changed).logits[:, others], model(ids).logits[:, others])
     assert torch.equal(model(ids).logits, before)
 
@@ -355,7 +355,7 @@ def test_shuffling_keeps_tokens_and_their_labels():
     ("shuffled", "zeroed", "passed"), [(3.31, 3.31, True), (3.31, 3.2, False), (3.2, 9.0, False), (2.0, 9.0, False)]
 )
 def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
-    assert context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
+    assert compute_context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
 
 
 @pytest.mark.thorough
@@ -622,7 +622,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
             ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
-            ".hiden_size. is not a field of .*; did you mean hidden_size",
+            ".hiden_size. is not a field of .*. Did you mean hidden_size",
         ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),

@@ -196,7 +196,7 @@ def test_rows_with_a_blank_side_are_left_out_and_told(tmp_path, caplog, kind):
     assert caplog.text.count("2 of 4 rows are left out") == 3
     # Predictions are found again beside what they were read from; training keeps no numbers.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
-    assert splits["dev"].first(1).keys == [{"row": 2}]
+    assert splits["dev"].take(1).keys == [{"row": 2}]
 
 
 def test_predictions_name_their_rows_of_several_files(run, source, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push
-from hf_attn_variants.training.squad.data import checked_stride, make_windows, read_squad, window_collator
+from hf_attn_variants.training.squad.data import compute_stride, make_window_collator, make_windows, read_squad
 from hf_attn_variants.training.squad.metrics import compute_squad
 
 
@@ -72,7 +72,7 @@ def test_a_model_of_windows_reads_the_question_everywhere(run, readers, tmp_path
     cut = make_windows(read_squad(run.file()), tokenizer, 24, 4, 8)
     losses = {}
     for marks in (False, True):
-        collate = window_collator(tokenizer, None, marks)
+        collate = make_window_collator(tokenizer, None, marks)
         with torch.no_grad():
             losses[marks] = sum(float(model(**collate([window])).loss) for window in cut) / len(cut)
     assert results["eval_loss"] == pytest.approx(losses[True], rel=1e-5)
@@ -178,7 +178,7 @@ def test_the_stride_that_is_not_given_fits(readers, lengths, stride):
     tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
     config = AutoConfig.from_pretrained(readers["t5"])
     room = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
-    found = checked_stride(settings, config, tokenizer)
+    found = compute_stride(settings, config, tokenizer)
     assert found == (128 if room > 128 else room // 2) and abs(found - stride) <= 1
 
 

@@ -8,7 +8,7 @@ from fixtures.uptraining import make_t5, make_text
 
 from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
-from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts, text_metric
+from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, get_text_metric, score_texts
 from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
@@ -155,7 +155,7 @@ def test_a_direction_without_a_metric_is_refused():
 )
 def test_a_metric_that_cannot_score_texts_is_refused_at_once(script, name, values, kind, message):
     with pytest.raises(ValueError, match=message) as caught:
-        text_metric(script(name, values, kind=kind))
+        get_text_metric(script(name, values, kind=kind))
     assert "\n" not in str(caught.value)
 
 

@@ -56,7 +56,7 @@ def test_a_glue_task_is_read_and_scored(glue):
     assert (
         set(scores) == {*data.metric_names} and 0.99 < scores["pearson"] <= 1 and data.main_metric == "combined_score"
     )
-    first = dev.first(4)
+    first = dev.take(4)
     assert data.score([row[0] for row in first.references], first.references)["pearson"] > 0.99
 
 

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.training.pretraining.span_corruption import (
     SpanCorruption,
-    block_length,
-    corrupted_lengths,
-    noise_counts,
-    noise_spans,
-    sentinel_ids,
+    compute_block_length,
+    compute_corrupted_lengths,
+    count_noise,
+    draw_noise_spans,
+    get_sentinel_ids,
 )
 from hf_attn_variants.training.pretraining.task import PreparedBlocks
 
@@ -26,23 +26,23 @@ def tokenizer(tmp_path_factory):
 
 def test_lengths_are_those_of_the_t5_paper():
     # 512 inputs are made of 568 tokens, and have 114 targets: the lengths that T5 was pretrained with.
-    assert block_length(512, 0.15, 3.0) == 568 and corrupted_lengths(568, 0.15, 3.0) == (512, 114)
-    assert noise_counts(568, 0.15, 3.0) == (85, 28)
+    assert compute_block_length(512, 0.15, 3.0) == 568 and compute_corrupted_lengths(568, 0.15, 3.0) == (512, 114)
+    assert count_noise(568, 0.15, 3.0) == (85, 28)
 
 
 @pytest.mark.parametrize("max_length", [4, 7, 48, 64, 200, 512])
 @pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.5, 1.0), (0.3, 10.0)])
 def test_the_longest_block_that_fits_is_taken(max_length, density, mean_span):
-    length = block_length(max_length, density, mean_span)
-    assert corrupted_lengths(length, density, mean_span)[0] <= max_length
-    assert corrupted_lengths(length + 1, density, mean_span)[0] > max_length
+    length = compute_block_length(max_length, density, mean_span)
+    assert compute_corrupted_lengths(length, density, mean_span)[0] <= max_length
+    assert compute_corrupted_lengths(length + 1, density, mean_span)[0] > max_length
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 52, 568])
 def test_spans_hold_the_noise_and_do_not_touch(length):
-    noise, count = noise_counts(length, 0.15, 3.0)
+    noise, count = count_noise(length, 0.15, 3.0)
     for seed in range(20):
-        spans = noise_spans(length, 0.15, 3.0, np.random.default_rng(seed))
+        spans = draw_noise_spans(length, 0.15, 3.0, np.random.default_rng(seed))
         lengths = spans[:, 1] - spans[:, 0]
         assert spans.shape == (count, 2) and lengths.sum() == noise and (lengths >= 1).all()
         assert (spans[1:, 0] > spans[:-1, 1]).all() and (spans[0, 0] > 0 or length == 1) and spans[-1, 1] == length
@@ -51,7 +51,7 @@ def test_spans_hold_the_noise_and_do_not_touch(length):
 def test_every_place_is_equally_often_noise_but_for_the_ends():
     share = np.zeros(100)
     for seed in range(2000):
-        for begin, end in noise_spans(100, 0.15, 3.0, np.random.default_rng(seed)):
+        for begin, end in draw_noise_spans(100, 0.15, 3.0, np.random.default_rng(seed)):
             share[begin:end] += 1 / 2000
     assert share.mean() == pytest.approx(0.15) and share[0] == 0.0 and share[-1] == pytest.approx(1.0)
     assert np.abs(share[10:80] - share[10:80].mean()).max() < 0.05
@@ -90,7 +90,7 @@ def test_examples_are_a_function_of_seed_and_key_and_short_blocks_are_padded(tok
     for length in (1, 2, 9):
         short = prepare(words[:length], (0, 0))
         assert {key: len(value) for key, value in short.items()} == {key: len(value) for key, value in same[0].items()}
-        noise, spans = noise_counts(length, 0.15, 3.0)
+        noise, spans = count_noise(length, 0.15, 3.0)
         assert short["attention_mask"].sum() == length - noise + spans + 1
         assert (short["labels"] >= 0).sum() == noise + spans + 1
 
@@ -114,7 +114,7 @@ def test_mt5s_sentinels_are_found(tokenizer, tmp_path):
         text = json.dumps(spelled, ensure_ascii=False).replace("<extra_id_", "\u2581<extra_id_")
         (folder / name).write_text(text, encoding="utf-8")
     mt5 = AutoTokenizer.from_pretrained(folder)
-    assert sentinel_ids(mt5, 9) == [*mt5.convert_tokens_to_ids([f"\u2581<extra_id_{i}>" for i in range(8)]), None]
+    assert get_sentinel_ids(mt5, 9) == [*mt5.convert_tokens_to_ids([f"\u2581<extra_id_{i}>" for i in range(8)]), None]
     assert SpanCorruption(mt5, 32, 0).sentinels.tolist() == SpanCorruption(tokenizer, 32, 0).sentinels.tolist()
 
 

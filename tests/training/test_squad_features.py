@@ -8,10 +8,17 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantT5Config
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import takes_global_mask
-from hf_attn_variants.training.squad.data import NO_ANSWER, Answer, Question, make_windows, read_squad, window_collator
-from hf_attn_variants.training.squad.metrics import find_predictions, nbest_entries
+from hf_attn_variants.training.squad.data import (
+    NO_ANSWER,
+    Answer,
+    Question,
+    make_window_collator,
+    make_windows,
+    read_squad,
+)
+from hf_attn_variants.training.squad.metrics import find_predictions, make_nbest_entries
 
-LENGTH, STRIDE, QUERY = 16, 4, 6
+LENGTH, DEFAULT_STRIDE, QUERY = 16, 4, 6
 
 
 @pytest.fixture(scope="module", params=["bert", "t5"])
@@ -26,7 +33,7 @@ def questions(tmp_path_factory):
 
 @pytest.fixture
 def windows(questions, tokenizer):
-    return make_windows(questions, tokenizer, LENGTH, STRIDE, QUERY)
+    return make_windows(questions, tokenizer, LENGTH, DEFAULT_STRIDE, QUERY)
 
 
 def test_windows_share_a_stride_and_cover_the_context(questions, tokenizer, windows):
@@ -37,8 +44,8 @@ def test_windows_share_a_stride_and_cover_the_context(questions, tokenizer, wind
         joined = list(map(tuple, found[0].offsets.tolist()))
         for window in found[1:]:
             rows = list(map(tuple, window.offsets.tolist()))
-            assert rows[:STRIDE] == joined[-STRIDE:]
-            joined += rows[STRIDE:]
+            assert rows[:DEFAULT_STRIDE] == joined[-DEFAULT_STRIDE:]
+            joined += rows[DEFAULT_STRIDE:]
         assert joined == whole["offset_mapping"]
 
 
@@ -70,7 +77,7 @@ def test_an_answer_may_begin_or_end_in_what_no_token_holds(answer, shared_data):
 
 
 def test_a_long_question_is_cut_and_said_so(questions, tokenizer, caplog):
-    windows = make_windows(questions[:1], tokenizer, LENGTH, STRIDE, 2)
+    windows = make_windows(questions[:1], tokenizer, LENGTH, DEFAULT_STRIDE, 2)
     assert tokenizer.decode(windows[0].input_ids).count("Where did") == 1
     assert "Mary" not in tokenizer.decode(windows[0].input_ids[: windows[0].context_begin])
     assert "1 of 1 questions have more than --max_query_length 2" in caplog.text
@@ -78,7 +85,7 @@ def test_a_long_question_is_cut_and_said_so(questions, tokenizer, caplog):
 
 def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
     short = sorted(windows, key=lambda w: len(w.input_ids))[:1] + windows[:2]
-    batch = window_collator(tokenizer, None)(short)
+    batch = make_window_collator(tokenizer, None)(short)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape
     assert batch["attention_mask"].sum(-1).tolist() == [len(w.input_ids) for w in short]
     assert batch["start_positions"].tolist() == [w.start for w in short]
@@ -88,7 +95,7 @@ def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
 
 
 def test_questions_are_marked_as_global(tokenizer, windows):
-    batch = window_collator(tokenizer, None, marks_questions=True)(windows[:3])
+    batch = make_window_collator(tokenizer, None, marks_questions=True)(windows[:3])
     assert batch["global_attention_mask"].shape == batch["input_ids"].shape
     for window, ids, marks in zip(windows, batch["input_ids"], batch["global_attention_mask"], strict=False):
         assert marks.tolist() == [1] * window.context_begin + [0] * (len(ids) - window.context_begin)
@@ -120,7 +127,7 @@ def test_logits_at_the_answers_place_give_its_text(questions, windows):
         expected = question.answers[0].text if question.answers else ""
         assert prediction.id == question.id and prediction.answer(0.0) == expected
         assert prediction.answer(None) == expected or not question.answers
-        entries = nbest_entries(prediction, with_null=True)
+        entries = make_nbest_entries(prediction, with_null=True)
         assert entries[0]["text"] == expected
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1.0)
         assert [e["probability"] for e in entries] == sorted((e["probability"] for e in entries), reverse=True)

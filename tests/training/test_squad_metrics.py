@@ -4,11 +4,11 @@ import pytest
 
 from hf_attn_variants.training.squad.data import Answer, Question
 from hf_attn_variants.training.squad.metrics import (
+    compute_exact_match,
     compute_squad,
-    exact_match,
+    compute_token_f1,
     normalize_answer,
     score_answer,
-    token_f1,
 )
 
 
@@ -33,8 +33,8 @@ def test_normalisation_drops_case_punctuation_articles_and_spaces():
     ],
 )
 def test_scores_of_an_answer(prediction, truth, exact, f1):
-    assert exact_match(prediction, truth) == exact
-    assert token_f1(prediction, truth) == pytest.approx(f1)
+    assert compute_exact_match(prediction, truth) == exact
+    assert compute_token_f1(prediction, truth) == pytest.approx(f1)
 
 
 def test_an_answer_of_which_nothing_is_left_counts_as_each_official_script_counts_it():

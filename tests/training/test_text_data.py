@@ -70,7 +70,7 @@ def test_packing_loses_no_token(tokenizer, shards):
 @pytest.mark.parametrize("length", [1, 4, LENGTH, 1000])
 @pytest.mark.parametrize("batch", [1, 32])
 def test_packing_goes_on_from_the_place_of_any_block(tokenizer, shards, monkeypatch, length, batch):
-    monkeypatch.setattr(text_data, "TOKENIZER_BATCH", batch)
+    monkeypatch.setattr(text_data, "TEXTS_PER_CALL", batch)
     assert_goes_on_from_any_block(shards, tokenizer, length, tokenizer.sep_token_id)
 
 
@@ -85,9 +85,9 @@ def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, mon
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(line for text in ARTICLES for line in text.splitlines()))
-    articles = list(TextFile(path).articles())
+    articles = list(TextFile(path).read_articles())
     assert len(articles) > 3 and "\n".join(text.strip("\n") for _, text in articles) == path.read_text()
-    assert list(TextFile(path).articles(articles[2][0])) == articles[2:]
+    assert list(TextFile(path).read_articles(articles[2][0])) == articles[2:]
     assert read_blocks([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
 
 
@@ -96,11 +96,11 @@ def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_p
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "line.txt"
     path.write_text((" ".join if word.isascii() else "".join)([word] * 100), encoding="utf-8")
-    articles = list(TextFile(path).articles())
+    articles = list(TextFile(path).read_articles())
     assert "".join(text for _, text in articles) == path.read_text(encoding="utf-8") and len(articles) > 2
     assert all(len(text.encode()) <= 120 and not text.strip().replace(word, "").strip() for _, text in articles)
     for i, (offset, _) in enumerate(articles):
-        assert list(TextFile(path).articles(offset)) == articles[i:]
+        assert list(TextFile(path).read_articles(offset)) == articles[i:]
     assert_goes_on_from_any_block([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
 
 
@@ -173,9 +173,9 @@ def test_seek_opens_no_shard_before_its_place(tokenizer, any_shards, monkeypatch
     whole = list(stream)
     opened = []
     kind = type(any_shards[0])
-    articles = kind.articles
+    articles = kind.read_articles
     monkeypatch.setattr(
-        kind, "articles", lambda self, offset=0: opened.append((self.name, offset)) or articles(self, offset)
+        kind, "read_articles", lambda self, offset=0: opened.append((self.name, offset)) or articles(self, offset)
     )
     stream.seek(len(whole) - 1, whole[-2]["position"].tolist())
     assert len(list(stream)) == 1
@@ -226,19 +226,19 @@ def test_rows_of_a_dataset(tokenizer, tmp_path):
     datasets.Dataset.from_dict({"text": ARTICLES}).to_json(path)
     stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
     source = DatasetRows("articles", stream)
-    assert list(source.articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
+    assert list(source.read_articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
     blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
     assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
     with pytest.raises(ValueError, match=r"articles, row 0: no text in the column 'body'; the columns are text"):
-        next(DatasetRows("articles", stream, "body").articles())
+        next(DatasetRows("articles", stream, "body").read_articles())
 
 
 def test_rows_without_a_value_are_left_out_and_told_once(tmp_path, caplog):
     path = tmp_path / "nulls.jsonl"
     datasets.Dataset.from_dict({"text": ["a", None, "b", None]}).to_json(path)
     source = DatasetRows("nulls", datasets.load_dataset("json", data_files=str(path), split="train", streaming=True))
-    assert list(source.articles()) == list(source.articles()) == [(0, "a"), (2, "b")]
-    assert list(source.articles(1)) == [(2, "b")]  # as a resumed run enters it
+    assert list(source.read_articles()) == list(source.read_articles()) == [(0, "a"), (2, "b")]
+    assert list(source.read_articles(1)) == [(2, "b")]  # as a resumed run enters it
     assert [record.message for record in caplog.records] == [
         "nulls: rows without a value in the column 'text' are left out; row 1 is one"
     ]
@@ -266,7 +266,7 @@ def test_broken_files_are_named(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(OSError, match=rf"{name}: (cannot be read beyond byte \d+ of its text|not UTF-8)"):
-            list(TextFile(tmp_path / name).articles())
+            list(TextFile(tmp_path / name).read_articles())
     (tmp_path / "empty.txt.gz").write_bytes(gzip.compress(b" \n\n"))
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf\n")
     with pytest.raises(ValueError, match=r"mark\.txt holds no text"):

@@ -42,9 +42,9 @@ def test_each_file_is_a_shard_that_is_read_alone(open_folder, tmp_path):
     )
     assert [source.name for source in text.train] == [f"{tmp_path} (train), {name}" for name in list(files)[:2]]
     assert [source.name for source in text.dev] == [f"{tmp_path} (validation), validation.jsonl"]
-    assert [text for source in text.train for _, text in source.articles()] == ROWS
+    assert [text for source in text.train for _, text in source.read_articles()] == ROWS
     (tmp_path / "train-0.jsonl").unlink()
-    assert list(text.train[1].articles(8)) == [(8, "row 38"), (9, "row 39")]
+    assert list(text.train[1].read_articles(8)) == [(8, "row 38"), (9, "row 39")]
 
 
 def test_changed_files_are_another_text(open_folder):
@@ -81,13 +81,13 @@ def test_a_shard_that_cannot_be_read_is_named(open_folder):
             "train-2.jsonl": as_lines(ROWS) + b'{"text": "ab\n',
         }
     ).train
-    assert len(list(train[0].articles())) == len(ROWS)
+    assert len(list(train[0].read_articles())) == len(ROWS)
     with pytest.raises(OSError, match=r"\(train\), train-1\.jsonl\.gz: cannot be read beyond row 0 \(EOFError"):
-        list(train[1].articles())
+        list(train[1].read_articles())
     with pytest.raises(
         OSError, match=r"\(train\), train-2\.jsonl: cannot be read beyond row 0 \(ArrowInvalid"
     ) as error:
-        list(train[2].articles())
+        list(train[2].read_articles())
     assert "in row" not in str(error.value)
 
 

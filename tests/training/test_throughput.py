@@ -16,7 +16,7 @@ from hf_attn_variants import (
     AttnVariantT5ForConditionalGeneration,
 )
 from hf_attn_variants.training.engine.loop import TrainingCost
-from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 ALBERT = BERT | {"embedding_size": 16, "num_hidden_groups": 1}
@@ -64,7 +64,7 @@ def test_a_masked_lms_head_counts_for_masked_tokens_alone():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
-    objective = masked_lm_objective(model)
+    objective = make_masked_lm_objective(model)
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
     tokens, flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)
@@ -82,7 +82,7 @@ def test_a_head_counts_for_masked_tokens_whatever_its_name(name):
     )
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
-    objective, batch = masked_lm_objective(model), batch_of(9, labels=labels)
+    objective, batch = make_masked_lm_objective(model), batch_of(9, labels=labels)
     flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)[1]
     assert flops == executed(model, batch, objective.loss_sum)
 

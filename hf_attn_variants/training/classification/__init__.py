@@ -1,1 +1,1 @@
-"""Sequence classification and regression on a user's own tables; GLUE is this with its tasks' files and scores."""
+"""Classification and regression on the user's own tables. GLUE tasks are subclasses."""

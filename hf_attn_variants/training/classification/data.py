@@ -1,4 +1,4 @@
-"""Tables and `datasets` sources as splits of texts and labels, and the columns that hold them."""
+"""Reading of texts and labels from tables and `datasets` sources, and the choice of the columns with them."""
 
 import hashlib
 import json
@@ -25,8 +25,18 @@ from ..engine.tables import (
     read_splits,
     resolve_label_column,
 )
-from .labels import Cell, LabelScheme, check_names, counted, listed, look, problem_type_of, read_cell, sorted_names
-from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, THRESHOLD, ClassificationSettings
+from .labels import (
+    Cell,
+    LabelScheme,
+    count_by_class,
+    format_names,
+    infer_problem_type,
+    normalized_label,
+    read_cell,
+    reject_indicators,
+    sort_class_names,
+)
+from .settings import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
 __all__ = [
     "ClassificationData",
@@ -41,8 +51,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Of pairs, of single texts, and of labels; what stands in an earlier row of LABELS goes before the later ones.
-PAIRS = (
+# Common names of columns with pairs of texts, with single texts, and with labels. A name in an earlier row of LABELS
+# takes precedence over the names in later rows.
+PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
     ("question1", "question2"),
@@ -51,105 +62,119 @@ PAIRS = (
     ("text", "text_pair"),
     ("question", "sentence"),
 )
-TEXTS = ("text", "sentence", "content", "document", "review", "comment", "tweet", "body")
-LABELS = (
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "review", "comment", "tweet", "body")
+LABEL_COLUMNS = (
     ("label", "labels"),
     ("class", "category", "target", "score", "rating", "stars", "sentiment", "intent", "topic"),
 )
 
 
-def find_text_columns(record: dict[str, Any], place: str, but: str | None = None) -> tuple[str, ...]:
-    """Return the columns of a row that are called as texts often are, one or the two of pairs; case does not count.
+def find_text_columns(record: dict[str, Any], place: str, label_column: str | None = None) -> tuple[str, ...]:
+    """Return the columns of a row that have common names for texts: one column, or two for pairs. Ignore the case.
 
     Args:
-        record: the row.
-        place: where it is.
-        but: the column of labels, which is none of texts.
+        record: The row.
+        place: The description of the row for errors, such as "t.csv, row 1".
+        label_column: The label column. It does not hold texts.
 
     Raises:
-        ValueError: if there are none, or more than one choice; the message lists the columns that are there.
+        ValueError: If no column matches, or if more than one choice does. The message lists the columns.
     """
-    there = _by_lower_name(record, but)
-    pairs = [pair for pair in PAIRS if all(name in there for name in pair)]
+    columns = _map_lowercase_names(record, label_column)
+    pairs = [pair for pair in PAIR_COLUMNS if all(name in columns for name in pair)]
     in_pairs = {name for pair in pairs for name in pair}
-    singles = [(name,) for name in TEXTS if name in there and name not in in_pairs]
-    found = [*pairs, *singles]
-    if len(found) != 1:
-        choices = " or ".join(" and ".join(there[name] for name in names) for names in found)
-        what = f"the texts may be in {choices}" if found else "no column is called as texts often are"
-        raise ValueError(f"{place}: {what}; {_listed(record)}: name one, or two of pairs, with --text_columns")
-    return tuple(there[name] for name in found[0])
+    singles = [(name,) for name in TEXT_COLUMNS if name in columns and name not in in_pairs]
+    candidates = [*pairs, *singles]
+    if len(candidates) != 1:
+        choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
+        problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
+        raise ValueError(
+            f"{place}: {problem}; {_list_columns(record)}. Name one column, or two for pairs, with --text_columns."
+        )
+    return tuple(columns[name] for name in candidates[0])
 
 
-def find_label_column(record: dict[str, Any], place: str, but: Sequence[str], needed: bool = True) -> str | None:
-    """Return the column of a row that is called as labels often are; errors as of `find_text_columns`.
+def find_label_column(
+    record: dict[str, Any], place: str, text_columns: Sequence[str], needed: bool = True
+) -> str | None:
+    """Return the column of a row that has a common name for labels. Ignore the case.
 
     Args:
-        record, place: the row, and where it is.
-        but: the columns of texts, which are none of labels.
-        needed: False: None where there is no such column.
+        record: The row.
+        place: The description of the row for errors.
+        text_columns: The text columns. They do not hold labels.
+        needed: Whether to raise an error instead of returning None if no column matches.
+
+    Raises:
+        ValueError: As for `find_text_columns`.
     """
-    there = _by_lower_name(record, *but)
-    for names in LABELS:
-        found = [there[name] for name in names if name in there]
-        if len(found) > 1:
+    columns = _map_lowercase_names(record, *text_columns)
+    for names in LABEL_COLUMNS:
+        candidates = [columns[name] for name in names if name in columns]
+        if len(candidates) > 1:
             raise ValueError(
-                f"{place}: the labels may be in {' or '.join(found)}; {_listed(record)}: name one with --label_column"
+                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Name one with "
+                "--label_column."
             )
-        if found:
-            return found[0]
+        if candidates:
+            return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: no column is called as labels often are; {_listed(record)}: name one with --label_column"
+            f"{place}: No column has a common name for labels; {_list_columns(record)}. Name one with --label_column."
         )
     return None
 
 
-def _by_lower_name(record: dict[str, Any], *but: str | None) -> dict[str, str]:
-    """Return the columns by their names in small letters; of two that differ in case alone, the one so written."""
-    names = [str(name) for name in record if name not in but]
+def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
+    """Map lowercase names to the columns. If two columns differ only in case, keep the lowercase one."""
+    names = [str(name) for name in record if name not in excluded]
     lowered = [name.strip().lower() for name in names]
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
 
 
-def _listed(record: dict[str, Any]) -> str:
-    return f"its columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
+def _list_columns(record: dict[str, Any]) -> str:
+    """Return the clause of a message that lists the columns of a row."""
+    return f"the columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
 
 
 @dataclass
 class ClassificationSplit:
-    """The rows of one split."""
+    """The rows of one split.
 
-    name: str  # the Hub's: "train", "validation_matched", "test", ...
-    # Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index`: the row's number, in GLUE the
-    # submission's. Rows of a user's tables have their `file` and `line` as well.
+    Attributes:
+        name: The name of the split on the Hub: "train", "validation_matched", "test", ...
+        data: The columns `text1`, `text2` (only for pairs), `label` (if there are labels) and `index`, the number of
+            the row. For GLUE, this is the number in the submission. Rows of user tables also have `file` and `line`.
+    """
+
+    name: str
     data: Dataset
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def first(self, count: int | None) -> Self:
-        """Return the split's first `count` rows, with None all of them."""
+    def take(self, count: int | None) -> Self:
+        """Return the split with its first `count` rows, or with all rows if `count` is None."""
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
-    def where(self, number: int) -> str:
-        """Say where a row, counted from 0, comes from."""
+    def describe_row(self, number: int) -> str:
+        """Describe the origin of a row for messages. The rows are counted from 0."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
         row = self.data.select_columns(names)[number]
         return row_place(row.get("file", self.name), row.get("line"), row.get("index", number))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
-    """Make rows in memory, of columns of one length.
+    """Make a dataset in memory from columns of equal length.
 
-    Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
-    in a folder that is not named site-packages.
+    `Dataset.from_dict` sets no fingerprint, and `datasets` then hashes the table with dill. This fails if pyarrow is
+    installed in a folder that is not named site-packages.
     """
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
 
 
 def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
-    """Return a short hash of a split's texts and labels, in their order."""
+    """Return a short hash of the texts and labels of a split. It depends on their order."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -160,9 +185,10 @@ def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
 
 
 def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenise a split without padding; that is done per batch. The longer text of a pair is cut first.
+    """Tokenize a split without padding, which happens per batch. Truncate the longer text of a pair first.
 
-    Return the tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
+    Returns:
+        The columns of the tokenizer (lists of integers), `label` if there are labels, and `length` in tokens.
     """
     pair = "text2" in split.data.column_names
 
@@ -173,26 +199,26 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
         return encoded
 
     unused = [name for name in split.data.column_names if name != "label"]
-    # A longer name than this leaves no room for the bar in 80 columns.
-    shown = f"{split.name.replace('validation', 'dev')} tokens"
-    data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
+    # With a longer name, the progress bar does not fit into 80 columns.
+    description = f"{split.name.replace('validation', 'dev')} tokens"
+    data = split.data.map(encode, batched=True, remove_columns=unused, desc=description)
     if full := sum(length == max_length for length in data["length"]):
-        message = "%s: %d of %d examples fill --max_length %d and may have been cut"
+        message = "%s: %d of %d examples have --max_length %d tokens and may have been truncated."
         logger.info(message, split.name, full, len(data), max_length)
     return data
 
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """What is trained on, evaluated and predicted.
+    """The splits of a run, with the meaning of their labels.
 
     Attributes:
-        splits: by name, those that there are of "train", "validation" and "test".
-        scheme: what their labels are.
-        text_columns: one, or the two of pairs.
-        label_column: None where there is none, and texts are predicted alone.
-        label_separator: what divides the labels of a row in it, where something does.
-        threshold: of several labels a row, those are predicted whose probability is more.
+        splits: Maps "train", "validation" and "test" to the splits that exist.
+        scheme: The meaning of the labels.
+        text_columns: One column, or two for pairs.
+        label_column: The column with the labels. None: the run only predicts texts without labels.
+        label_separator: The separator between several labels of a row, if there is one.
+        threshold: With several labels per row, the labels with a larger probability are predicted.
     """
 
     splits: dict[str, ClassificationSplit]
@@ -204,8 +230,18 @@ class ClassificationData:
 
 
 @dataclass
-class Rows:
-    """The rows of a split as they were read; `texts` has a list a text column."""
+class LabelRows:
+    """The rows of a split as they were read.
+
+    Attributes:
+        label_column: The column with the labels, or None.
+        texts: One list of texts per text column.
+        cells: The labels of each row.
+        files: The file of each row.
+        lines: The line of each row in its file, if known.
+        numbers: The number of each row.
+        rows_with_new_columns: The first row that has a column which all earlier rows lack, for each such column.
+    """
 
     label_column: str | None
     texts: list[list[str]]
@@ -213,35 +249,35 @@ class Rows:
     files: list[str] = field(default_factory=list)
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    others: list[dict[str, Any]] = field(default_factory=list)  # the first row with each column that earlier ones lack
+    rows_with_new_columns: list[dict[str, Any]] = field(default_factory=list)
 
-    def where(self, row: int) -> str:
-        """Say where a label is: file, line, row and column."""
+    def describe_row(self, row: int) -> str:
+        """Describe the location of the label of a row for messages: file, line, row and column."""
         return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.label_column!r}"
 
     def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
-        """Return the split with these labels."""
+        """Return the rows as a split with these labels, or without labels if `values` is None."""
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
         columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
 
 
-def _read(
+def _read_rows(
     name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
-) -> Rows:
-    """Read all rows of a split; a blank text is one, and is counted.
+) -> LabelRows:
+    """Read all rows of a split. Keep rows with a blank text, and warn about their number.
 
     Raises:
-        OSError, ValueError: see `load_classification_data`.
+        OSError, ValueError: See `load_classification_data`.
     """
-    rows = Rows(label_column, [[] for _ in text_columns])
+    rows = LabelRows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
     known = set(source.first.values)
     for record in source.records:
         if not known.issuperset(record.values):
             known.update(record.values)
-            rows.others.append(record.values)
+            rows.rows_with_new_columns.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
             texts.append(get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
@@ -254,156 +290,186 @@ def _read(
             value = value if names is None else get_label_name(value, names)
             rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
-        message = "%s: %d of %d rows have a blank text, which is read as it is; the first is %s"
+        message = "%s: %d of %d rows have a blank text. The model reads it as it is. The first such row is %s."
         logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
     return rows
 
 
 def load_classification_data(settings: ClassificationSettings, config: PreTrainedConfig) -> ClassificationData:
-    """Read what the settings name.
+    """Read the splits that the settings name, and find out what their labels mean.
 
     Args:
-        settings: of the run.
-        config: of the checkpoint, whose labels they are where the run only evaluates.
+        settings: The settings of the run.
+        config: The configuration of the checkpoint. A run that only evaluates uses its labels.
 
     Raises:
-        OSError: if a file or the Hub's dataset cannot be read.
-        ValueError: if it holds something else, lacks a column, or labels are not of one kind; the message names the
-            file, the row and the column.
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If a file has invalid content or lacks a column, or if labels are of different kinds. The message
+            names the file, the row and the column.
     """
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
-    given = settings.threshold
+    threshold_flag = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    lost = find_absent_recorded_column(settings, first.values, "label_column")
+    absent_label_column = find_absent_recorded_column(settings, first.values, "label_column")
     settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
-    text_columns, label_column = _columns(next(iter(sources.items())), settings, lost)
+    text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
         column = resolve_label_column(name, source, label_column, "--label_column")
-        read[name] = _read(name, source, text_columns, column, settings.label_separator)
+        read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
-        class_names = next((found for each in sources.values() if (found := each.class_names(label_column))), None)
-        scheme = _scheme_of_checkpoint(settings, config, class_names)
+        names_by_split = (source.class_names(label_column) for source in sources.values())
+        class_names = next((names for names in names_by_split if names), None)
+        scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
-        scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
-    if given is not None and scheme.problem_type != MULTI_LABEL:
-        raise ValueError(f"--threshold is for several labels a row; here it is {scheme.problem_type}")
+        scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
+    if threshold_flag is not None and scheme.problem_type != MULTI_LABEL:
+        raise ValueError(
+            f"--threshold needs several labels per row, but the problem type is {scheme.problem_type}. Remove "
+            "--threshold."
+        )
     if label_column is None:
-        _tell_unread([first.values, *read["test"].others], text_columns, scheme)
-    values = {name: _values(name, rows, scheme) for name, rows in read.items()}
-    _describe(scheme, values.get("train") or [])
+        _warn_about_unread_labels([first.values, *read["test"].rows_with_new_columns], text_columns, scheme)
+    values = {name: _encode_labels(name, rows, scheme) for name, rows in read.items()}
+    _log_label_counts(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
-    threshold = THRESHOLD if settings.threshold is None else settings.threshold
+    threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
-def _tell_unread(rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme) -> None:
-    """Say which column of test rows may have labels, where none is read."""
-    named = {
+def _warn_about_unread_labels(
+    rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme
+) -> None:
+    """Warn about columns of the test rows that may hold labels, if no label column is read."""
+    candidates = {
         name for row in rows for name in column_names(row) if str(column_value(row, name)).strip() in scheme.names
     }
-    for column in sorted(named.difference(text_columns)):
-        message = "test: column %r may have labels, and is not read: --label_column %r scores the predictions"
+    for column in sorted(candidates.difference(text_columns)):
+        message = "test: Column %r may hold labels, but is not read. Use --label_column %r to score the predictions."
         logger.warning(message, column, column)
 
 
-def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
-    """Return the labels of a split as numbers; None of test rows whose labels are not known."""
-    if rows.label_column is None or (name == "test" and _is_unlabelled(rows.cells, scheme)):
-        logger.info("%s: no labels are known: its rows are predicted and not scored", name)
+def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
+    """Return the labels of a split as numbers, or None for test rows without known labels."""
+    if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
+        logger.info("%s: There are no labels, so the rows are predicted and not scored.", name)
         return None
-    return scheme.values(rows.cells, rows.where)
+    return scheme.encode(rows.cells, rows.describe_row)
 
 
-def _columns(
-    first: tuple[str, SplitRows], settings: ClassificationSettings, lost: str | None
+def _resolve_columns(
+    first: tuple[str, SplitRows], settings: ClassificationSettings, absent_label_column: str | None
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the columns of texts and of labels; `lost` is that of the model's training, where it is not there."""
+    """Return the text columns and the label column.
+
+    Args:
+        first: The name and the rows of the first split.
+        settings: The settings of the run.
+        absent_label_column: The label column of the training of the model, if the rows lack it.
+    """
     name, source = first
     record = source.first
-    given, label = settings.text_columns, settings.label_column
-    texts = given or find_text_columns(record.values, record.names_place, label)
-    if label is None and (lost is None or name != "test"):
+    label = settings.label_column
+    texts = settings.text_columns or find_text_columns(record.values, record.names_place, label)
+    if label is None and (absent_label_column is None or name != "test"):
         label = find_label_column(record.values, record.names_place, texts, needed=name != "test")
     return texts, label
 
 
-def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
-    """Say whether a test split's labels are not known: all empty, or the -1 of the Hub's."""
-    found = set(cells)
-    return found <= {None, ()} or (len(found) == 1 and found <= UNKNOWN_LABELS and not found & {*scheme.names})
+def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
+    """Return whether the labels of a test split are unknown: all empty, or all -1 as on the Hub."""
+    distinct = set(cells)
+    return distinct <= {None, ()} or (
+        len(distinct) == 1 and distinct <= UNKNOWN_LABELS and not distinct & {*scheme.names}
+    )
 
 
-def _scheme_of_training(
-    settings: ClassificationSettings, rows: Rows, class_names: Sequence[str] | None
+def _infer_training_scheme(
+    settings: ClassificationSettings, rows: LabelRows, class_names: Sequence[str] | None
 ) -> LabelScheme:
+    """Return the label scheme of a run that trains, from the settings and the training rows."""
     kind = settings.problem_type
     if kind is None and class_names is not None:
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
-    kind = kind or problem_type_of(rows.cells, rows.where)
+    kind = kind or infer_problem_type(rows.cells, rows.describe_row)
     if kind == MULTI_LABEL:
-        check_names(rows.cells, rows.where)
+        reject_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         if settings.labels is not None:
-            raise ValueError(f"{rows.where(0)}: labels are numbers on a scale (regression), and --labels are names")
+            raise ValueError(
+                f"{rows.describe_row(0)}: --labels needs classes, but the labels are numbers (regression). Remove "
+                "--labels."
+            )
         return LabelScheme(kind, ())
     separator = settings.label_separator
     if separator is not None and not any(isinstance(cell, tuple) and len(cell) > 1 for cell in rows.cells):
         logger.warning(
-            "no training row has several labels by --label_separator %r: is it what divides them?", separator
+            "No training row has several labels with --label_separator %r. Check that it separates the labels.",
+            separator,
         )
-    names = tuple(settings.labels or class_names or sorted_names(rows.cells))
+    names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
-        what = f"every training row has the label {names[0]!r}" if names else "no training row has a label"
-        raise ValueError(f"{rows.where(0)}: {what}: there is nothing to tell apart")
-    _tell_odd_names(kind, names, rows.cells)
+        problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
+        raise ValueError(f"{rows.describe_row(0)}: {problem}. Give training rows with different labels.")
+    _warn_about_similar_labels(kind, names, rows.cells)
     return LabelScheme(kind, names)
 
 
-def _tell_odd_names(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
-    """Warn of labels that look alike, and of several labels a row of one that all rows have."""
-    lowered, looks = Counter(name.lower() for name in names), Counter(map(look, names))
+def _warn_about_similar_labels(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
+    """Warn about labels that look alike, and about a label of a multi-label problem that all rows have."""
+    lowered, looks = Counter(name.lower() for name in names), Counter(map(normalized_label, names))
     if alike := [name for name in names if lowered[name.lower()] > 1]:
-        logger.warning("labels that differ in case alone are different ones: %s", listed(alike))
-    if twins := [ascii(name) for name in names if looks[look(name)] > lowered[name.lower()]]:
-        logger.warning("labels that look the same are different ones: %s", ", ".join(twins[:8]))
+        logger.warning("Labels that differ only in case are different labels: %s.", format_names(alike))
+    if lookalikes := [ascii(name) for name in names if looks[normalized_label(name)] > lowered[name.lower()]]:
+        logger.warning("Labels that look the same are different labels: %s.", ", ".join(lookalikes[:8]))
     if kind == MULTI_LABEL:
-        found = Counter(name for cell in cells for name in cell or ())
-        if everywhere := [name for name in names if found[name] == len(cells)]:
-            logger.warning("every training row has the label %s: nothing can be learned of it", listed(everywhere))
+        counts = Counter(name for cell in cells for name in cell or ())
+        if everywhere := [name for name in names if counts[name] == len(cells)]:
+            logger.warning(
+                "Every training row has the label %s. The model cannot learn anything about it.",
+                format_names(everywhere),
+            )
 
 
-def _scheme_of_checkpoint(
+def _infer_checkpoint_scheme(
     settings: ClassificationSettings, config: PreTrainedConfig, class_names: Sequence[str] | None
 ) -> LabelScheme:
-    name: Any = settings.model_name_or_path
-    numbered: Any = config.id2label or {}
-    names = tuple(str(numbered[i]) for i in sorted(numbered))
+    """Return the label scheme of a run that only evaluates, from the settings and the checkpoint."""
+    model_name: Any = settings.model_name_or_path
+    id2label: Any = config.id2label or {}
+    names = tuple(str(id2label[i]) for i in sorted(id2label))
     kind = settings.problem_type or config.problem_type
     if kind is None:
         kind = REGRESSION if len(names) == 1 else MULTI_LABEL if settings.label_separator else SINGLE_LABEL
     if kind == REGRESSION:
         if len(names) != 1:
-            raise ValueError(f"{name} has {len(names)} outputs, and a regression has one")
+            raise ValueError(
+                f"{model_name} must have one output for regression, got {len(names)}. Set another --problem_type."
+            )
         return LabelScheme(kind, ())
-    if all(each == f"LABEL_{i}" for i, each in enumerate(names)):  # transformers' own, which say nothing
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # the default names of Transformers
         numbers = tuple(map(str, range(len(names))))
         names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):
-        raise ValueError(f"--labels has {len(settings.labels)}, and {name} classifies {len(names)}: {listed(names)}")
+        raise ValueError(
+            f"--labels must name the {len(names)} classes of {model_name}, got {len(settings.labels)} names. The "
+            f"classes are {format_names(names)}."
+        )
     return LabelScheme(kind, settings.labels or names)
 
 
-def _describe(scheme: LabelScheme, values: Sequence[Any]) -> None:
+def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
+    """Log the number of training rows, and their labels."""
     if not values:  # the run only evaluates
         return
     if scheme.problem_type == REGRESSION:
-        logger.info("train: %d rows, labels from %g to %g: regression", len(values), min(values), max(values))
+        message = "train: %d rows with labels from %g to %g (regression)."
+        logger.info(message, len(values), min(values), max(values))
         return
-    counts = dict(zip(scheme.names, counted(scheme, values), strict=True))
-    shown = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
+    counts = dict(zip(scheme.names, count_by_class(scheme, values), strict=True))
+    label_counts = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
-    logger.info("train: %d rows, labels %s%s: %s", len(values), shown, more, scheme.problem_type)
+    logger.info("train: %d rows with labels %s%s (%s).", len(values), label_counts, more, scheme.problem_type)
     if without := [name for name, count in counts.items() if not count]:
-        logger.warning("no training row has the labels %s", listed(without))
+        logger.warning("No training row has the labels %s.", format_names(without))

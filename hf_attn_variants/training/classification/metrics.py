@@ -1,4 +1,4 @@
-"""Metrics of classification and regression (scikit-learn and scipy), and the plot of a confusion matrix."""
+"""Metrics of classification and regression (from scikit-learn and SciPy), and the plot of a confusion matrix."""
 
 import math
 import unicodedata
@@ -20,38 +20,47 @@ from sklearn.metrics import (
 )
 
 from ...files import write_picture
-from .labels import LabelScheme, listed
+from .labels import LabelScheme, format_names
 from .settings import MULTI_LABEL, REGRESSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Predictions", "draw_confusion", "pearson", "score", "score_details", "spearman"]
+__all__ = [
+    "Predictions",
+    "compute_classification_metrics",
+    "compute_metric_details",
+    "draw_confusion_matrix",
+    "pearson",
+    "spearman",
+]
 
 
-def _correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
+def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
+    """Return a function of references and predictions from a correlation of SciPy. It returns NaN if undefined."""
+
     def compute(references: np.ndarray, predictions: np.ndarray) -> float:
         if len(references) < 2:
             return math.nan
         with warnings.catch_warnings():
-            # A constant prediction has no correlation: the value is NaN, which says it without scipy's warning.
+            # A constant prediction has no correlation. The value is NaN, so the warning of SciPy adds nothing.
             warnings.simplefilter("ignore")
             return function(np.asarray(predictions, dtype=np.float64), references)[0]
 
     return compute
 
 
-# (true values [rows], predictions [rows]) -> the correlation.
-pearson, spearman = _correlation(pearsonr), _correlation(spearmanr)
+# Map (true values [rows], predictions [rows]) to the correlation.
+pearson, spearman = _make_correlation(pearsonr), _make_correlation(spearmanr)
 
 
 class Predictions:
-    """What a model says of rows, from its logits [rows, labels] in the order of the scheme's names.
+    """The predictions of a model, computed from its logits [rows, labels] in the order of the names of the scheme.
 
     Attributes:
-        probabilities: [rows, labels] in double precision: they add up to 1 a row, or each is one of its own where a
-            row may have several labels; of a regression the numbers themselves, [rows, 1].
-        chosen: class ids [rows], one 0 or 1 a label [rows, labels], or numbers [rows].
+        probabilities: [rows, labels] in double precision. With one label per row, the probabilities of a row add up
+            to 1. With several, each label has its own. For regression, they are the predicted numbers [rows, 1].
+        chosen: Class ids [rows], one 0 or 1 per label [rows, labels], or numbers [rows].
     """
 
     def __init__(self, scheme: LabelScheme, logits: np.ndarray, threshold: float):
@@ -65,175 +74,183 @@ class Predictions:
             self.probabilities, self.chosen = softmax(logits, axis=-1), logits.argmax(-1)
 
 
-def score(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of `settings.METRICS`; one that is not defined on these rows is NaN.
+def compute_classification_metrics(
+    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+) -> dict[str, float]:
+    """Compute the metrics of `settings.METRICS_BY_PROBLEM`. A metric that is undefined on these rows is NaN.
 
-    F1 is scikit-learn's: the macro mean is over the classes that are true or predicted in some row. With several
-    labels a row, the accuracy is that of whole sets of labels. The ROC AUC is the mean over the classes of one class
-    against the rest, of those classes that some rows have and some have not.
+    F1 is computed by scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
+    several labels per row, the accuracy is the share of rows with exactly the correct labels. The ROC AUC is the mean
+    of the one-vs-rest areas of the classes that some rows have and other rows lack.
 
     Args:
-        scheme: what the labels are.
-        found: the predictions.
-        labels: of each row, as `LabelScheme.values` gives them.
+        scheme: The meaning of the labels.
+        predicted: The predictions.
+        labels: The labels of the rows, as `LabelScheme.encode` returns them.
     """
     if scheme.problem_type == REGRESSION:
-        errors = found.chosen - labels
+        errors = predicted.chosen - labels
         return {
             "rmse": float(np.sqrt(np.mean(errors**2))),
             "mae": float(np.abs(errors).mean()),
-            "pearson": float(pearson(labels, found.chosen)),
-            "spearmanr": float(spearman(labels, found.chosen)),
+            "pearson": float(pearson(labels, predicted.chosen)),
+            "spearmanr": float(spearman(labels, predicted.chosen)),
         }
     labels = labels.astype(np.int64)
-    truth, chosen, ids = _as_classes(scheme, found, labels)
-    only = ids if len(ids) == 1 else None  # None: the classes that rows have
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    averaged_ids = ids if len(ids) == 1 else None  # None: the classes that occur in the rows
     values = {
         "accuracy": float(accuracy_score(truth, chosen)),
-        "f1_macro": float(f1_score(truth, chosen, labels=only, average="macro", zero_division=0.0)),
-        "f1_micro": float(f1_score(truth, chosen, labels=only, average="micro", zero_division=0.0)),
+        "f1_macro": float(f1_score(truth, chosen, labels=averaged_ids, average="macro", zero_division=0.0)),
+        "f1_micro": float(f1_score(truth, chosen, labels=averaged_ids, average="micro", zero_division=0.0)),
     }
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rows of one class, all predicted so: 0
-            values["matthews_correlation"] = float(matthews_corrcoef(labels, found.chosen))
-    areas = [area for area in _areas(scheme, found, labels) if not math.isnan(area)]
+            warnings.simplefilter("ignore")  # if all rows have and get the same class, the value is 0
+            values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
+    areas = [area for area in _compute_roc_areas(scheme, predicted, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
 
 
-def score_details(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -> dict[str, Any]:
-    """Return what the results have beside the metrics of `score`.
+def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
+    """Compute the results that complement the metrics of `compute_classification_metrics`.
 
     Returns:
-        "per_class": {name: "precision", "recall", "f1", "roc_auc", and the numbers of rows that have the class
-        ("support") and that are predicted to ("predicted")}, NaN where one is not defined; "confusion_matrix" of one
-        label a row, a list a true class of the numbers of rows predicted as each, in the order of the names;
-        "undefined": {metric: why it is not defined, or which classes are not in it}. Of a regression the last alone.
+        "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows with the class
+        ("support") and the number of rows that are predicted to have it ("predicted"). Undefined values are NaN.
+        "confusion_matrix" is present only with one label per row: one list per true class with the number of rows per
+        predicted class, in the order of the names. "undefined" maps a metric to the reason why it is undefined, or to
+        the classes that it leaves out. For a regression, only "undefined" may be present.
     """
     if scheme.problem_type == REGRESSION:
-        constant = [what for what, each in (("labels", labels), ("predictions", found.chosen)) if np.ptp(each) == 0]
+        columns = {"labels": labels, "predictions": predicted.chosen}
+        constant = [name for name, numbers in columns.items() if np.ptp(numbers) == 0]
         reason = f"all {' and all '.join(constant)} are the same" if constant else ""
         return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
     labels = labels.astype(np.int64)
     several = scheme.problem_type == MULTI_LABEL
-    truth, chosen, ids = _as_classes(scheme, found, labels)
-    areas = _areas(scheme, found, labels)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    areas = _compute_roc_areas(scheme, predicted, labels)
     counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
     per_class = {}
     for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
         per_class[name] = {
-            "precision": _ratio(right, right + wrong),
-            "recall": _ratio(right, right + missed),
-            "f1": _ratio(2 * right, 2 * right + wrong + missed),
+            "precision": _divide(right, right + wrong),
+            "recall": _divide(right, right + missed),
+            "f1": _divide(2 * right, 2 * right + wrong + missed),
             "roc_auc": area,
             "support": right + missed,
             "predicted": right + wrong,
         }
     details: dict[str, Any] = {"per_class": per_class}
     if not several:
-        details["confusion_matrix"] = confusion_matrix(labels, found.chosen, labels=ids).tolist()
+        details["confusion_matrix"] = confusion_matrix(labels, predicted.chosen, labels=ids).tolist()
     if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
-        details["undefined"] = {"roc_auc": _why_no_area(without, len(labels), len(ids), per_class)}
+        details["undefined"] = {"roc_auc": _explain_undefined_areas(without, len(labels), len(ids), per_class)}
     return details
 
 
-def _as_classes(
-    scheme: LabelScheme, found: Predictions, labels: np.ndarray
+def _to_sklearn_classes(
+    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return true and predicted classes as scikit-learn takes them, and which of its classes the names are.
+    """Return the true and the predicted classes in the format of scikit-learn, and its class ids of the names.
 
-    Of one label that a row may have, [rows, 1], it makes two classes: without it (0) and with it (1).
+    If there is only one label that a row may have [rows, 1], scikit-learn gets two classes: without (0) and with (1).
     """
     if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
-        return labels[:, 0], found.chosen[:, 0], [1]
-    return labels, found.chosen, list(range(len(scheme.names)))
+        return labels[:, 0], predicted.chosen[:, 0], [1]
+    return labels, predicted.chosen, list(range(len(scheme.names)))
 
 
-def _why_no_area(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
+def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
+    """Explain why the ROC AUC of some classes is undefined."""
     everywhere = [name for name in without if per_class[name]["support"] == rows]
     nowhere = [name for name in without if per_class[name]["support"] == 0]
-    parts = [f"all {rows} rows have {listed(everywhere)}"] if everywhere else []
-    parts += [f"no row has {listed(nowhere)}"] if nowhere else []
-    others = classes - len(without)
-    return f"{' and '.join(parts)}: {f'it is the mean over the other {others}' if others else 'it is not defined'}"
+    parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
+    parts += [f"no row has {format_names(nowhere)}"] if nowhere else []
+    num_defined = classes - len(without)
+    result = f"it is the mean over the other {num_defined}" if num_defined else "it is not defined"
+    return f"{' and '.join(parts)}: {result}"
 
 
-def _areas(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -> list[float]:
-    """Return each class's area under the ROC curve, against the rest; NaN where all rows have it, or none."""
+def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
+    """Return the one-vs-rest ROC AUC of each class, or NaN if all rows or no row have the class."""
     ids = range(len(scheme.names))
     truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
     return [
-        float(roc_auc_score(truth, found.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
+        float(roc_auc_score(truth, predicted.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
         for i, truth in zip(ids, truths, strict=True)
     ]
 
 
-def _ratio(part: int, whole: int) -> float:
+def _divide(part: int, whole: int) -> float:
+    """Return a ratio, or NaN if the denominator is 0."""
     return part / whole if whole else math.nan
 
 
-# Classes up to which cells have numbers, and up to which there is a picture.
-MOST_NUMBERED, MOST_DRAWN = 40, 200
-LONGEST_NAME = 24
+# The largest numbers of classes with numbers in the cells, and with a plot at all.
+MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
+MAX_NAME_LENGTH = 24
 
 
-def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
-    """Draw the numbers of rows by true and predicted class, each row's share of its class as its shade.
+def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
+    """Draw a confusion matrix. The shade of a cell is its share of the rows of the true class.
 
-    What cannot be drawn is a warning; an OSError says that the file cannot be written.
+    If the plot fails, log a warning.
 
     Args:
-        matrix: [true classes, predicted classes].
-        names: of the classes.
-        path: of the PNG.
-        title: above it.
+        matrix: Numbers of rows [true classes, predicted classes].
+        names: The names of the classes.
+        path: The path of the PNG.
+        title: The title of the plot.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box stands for it
-        write_picture(path, lambda: _figure(np.asarray(matrix), names, title), dpi=120)
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
+        write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
-def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
+def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
+    """Return the figure of `draw_confusion_matrix`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     count = len(names)
-    cell = 0.42 if count <= MOST_NUMBERED else 12 / count  # inches
-    shown = [shown_name(name) for name in names]
-    margin = 1.6 + 0.075 * max(map(len, shown))
+    cell = 0.42 if count <= MAX_NUMBERED_CLASSES else 12 / count  # inches
+    tick_labels = [shorten_class_name(name) for name in names]
+    margin = 1.6 + 0.075 * max(map(len, tick_labels))
     size = max(3.2, cell * count)
     figure = Figure(figsize=(size + margin + 1.2, size + margin), layout="constrained")
     engine: Any = figure.get_layout_engine()
-    engine.set(w_pad=0.12, h_pad=0.12)  # inches: labels stand free of the edge
+    engine.set(w_pad=0.12, h_pad=0.12)  # inches between the labels and the edge
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-    small = 8 if count <= MOST_NUMBERED else max(2.0, 500 / count)
-    ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is no formula
-    axes.set_xticks(range(count), shown, rotation=90, **ticks)
-    axes.set_yticks(range(count), shown, **ticks)
+    small = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
+    ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is not a formula
+    axes.set_xticks(range(count), tick_labels, rotation=90, **ticks)
+    axes.set_yticks(range(count), tick_labels, **ticks)
     axes.set(xlabel="predicted", ylabel="true")
-    if count <= MOST_NUMBERED:
+    if count <= MAX_NUMBERED_CLASSES:
         digits = len(str(matrix.max()))
         for (row, column), number in np.ndenumerate(matrix):
             if number:
-                colour = "white" if number > 0.5 * totals[row, 0] else "black"
-                fit = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
-                inside: Any = {
-                    "ha": "center",
-                    "va": "center",
-                    "in_layout": False,
-                }  # the layout would ask each for its size
-                axes.text(column, row, str(number), color=colour, fontsize=fit, **inside)
+                color = "white" if number > 0.5 * totals[row, 0] else "black"
+                fontsize = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
+                # The layout engine would otherwise measure every text, which is slow.
+                options: Any = {"ha": "center", "va": "center", "in_layout": False}
+                axes.text(column, row, str(number), color=color, fontsize=fontsize, **options)
     figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
     axes.set_title(title, fontsize=10, parse_math=False)
     return figure
 
 
-def shown_name(name: str) -> str:
-    """Return a class's name as it stands beside the picture: one line of characters that can be seen, not too long."""
-    line = "".join(" " if unicodedata.category(each)[0] in "CZ" else each for each in name)
+def shorten_class_name(name: str) -> str:
+    """Return a class name for the plot: one line of visible characters of limited length."""
+    line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in name)
     line = " ".join(line.split())
-    return f"{line[: LONGEST_NAME - 1]}…" if len(line) > LONGEST_NAME else line
+    return f"{line[: MAX_NAME_LENGTH - 1]}…" if len(line) > MAX_NAME_LENGTH else line

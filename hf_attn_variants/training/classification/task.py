@@ -1,4 +1,4 @@
-"""Classification and regression on a user's own tables: objective, evaluation, scores and predictions."""
+"""Classification and regression on the user's own tables: objective, evaluation, metrics and predictions."""
 
 import json
 import math
@@ -26,39 +26,45 @@ from ..engine.options import check_metric
 from ..engine.settings import FineTuningSettings
 from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
 from .data import ClassificationSplit, hash_rows, load_classification_data, make_rows, tokenize_split
-from .labels import LabelScheme, class_weights
-from .metrics import MOST_DRAWN, Predictions, draw_confusion, score, score_details
-from .settings import METRICS, MULTI_LABEL, REGRESSION, ClassificationSettings
+from .labels import LabelScheme, compute_class_weights
+from .metrics import (
+    MAX_DRAWN_CLASSES,
+    Predictions,
+    compute_classification_metrics,
+    compute_metric_details,
+    draw_confusion_matrix,
+)
+from .settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
 
 __all__ = [
-    "NO_ROWS",
+    "NO_TRAINING_ROWS",
     "ClassificationFineTuning",
     "EvalSet",
     "LogitsEvaluator",
     "SequenceClassification",
-    "classification_objective",
-    "labels_of_model",
+    "make_classification_objective",
+    "to_model_labels",
 ]
 
 
-def classification_objective(weights: Tensor | None = None) -> Objective:
-    """Return the loss of a classifier, summed over examples; what it is, the labels of a batch say.
+def make_classification_objective(weights: Tensor | None = None) -> Objective:
+    """Return the loss of a classifier or regressor, summed over the examples. It depends on the labels of the batch.
 
-    Class ids [b]: cross-entropy, an example's times its class's weight. One number each, [b]: the squared error. One 0
-    or 1 a label, [b, L]: the mean over the labels of the binary cross-entropy, in which a label that an example has
-    weighs as much as `weights` says.
+    For class ids [b], it is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
+    squared error. For indicators [b, L] (0 or 1 per label), it is the mean of the binary cross-entropies over the
+    labels. `weights` then multiplies the terms of the labels that an example has.
 
     Args:
-        weights: one a label [L], in the order of the model's outputs; None: 1 each.
+        weights: One weight per label [L], in the order of the model's outputs. None: all weights are 1.
     """
     return Objective(
-        loss_sum=lambda model, batch: loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
+        loss_sum=lambda model, batch: compute_loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
         count=lambda batch: len(batch["labels"]),
     )
 
 
-def loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the loss of `classification_objective`, from logits [b, L]."""
+def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the loss of `make_classification_objective` for logits [b, L]."""
     weights = None if weights is None else weights.to(logits.device)
     if labels.dim() == 2:
         losses = functional.binary_cross_entropy_with_logits(
@@ -70,8 +76,13 @@ def loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> T
     return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
 
 
-def labels_of_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
-    """Return labels in the task's order, class ids [rows] or one 0 or 1 a label [rows, L], in that of the outputs."""
+def to_model_labels(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
+    """Reorder labels from the order of the task to the order of the model's outputs.
+
+    Args:
+        labels: Class ids [rows], one 0 or 1 per label [rows, L], or numbers [rows], which do not change.
+        label_map: The two orders.
+    """
     if labels.ndim == 2:
         return labels[:, list(label_map.to_task)]
     return labels if labels.dtype.kind == "f" else np.asarray(label_map.to_model)[labels]
@@ -79,16 +90,23 @@ def labels_of_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
 
 @dataclass
 class EvalSet:
-    """A tokenised split to evaluate or predict: its rows are run longest first, `order` says which row came when."""
+    """A tokenized split to evaluate or to predict.
+
+    Attributes:
+        split: The rows.
+        loader: The batches. The longest rows come first.
+        order: The index of the row that comes at each position.
+        labels: The labels in the order of the task, or None if they are unknown.
+    """
 
     split: ClassificationSplit
     loader: DataLoader
     order: Sequence[int]
-    labels: Any  # in the task's order; None where there are none
+    labels: Any
 
 
 class LogitsEvaluator(MetricEvaluator, ABC):
-    """Evaluates dev splits by the logits of their rows; keeps what a task makes of them."""
+    """Evaluator of dev splits that computes the metrics from the logits of all rows."""
 
     def __init__(
         self,
@@ -99,53 +117,56 @@ class LogitsEvaluator(MetricEvaluator, ABC):
         settings: FineTuningSettings,
         weights: Tensor | None = None,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.sets = accelerator, model, sets
         self.label_map, self.settings, self.weights = label_map, settings, weights
 
     @abstractmethod
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        """Return a split's metrics from its logits [rows, labels], which are in the order of the model's outputs."""
+        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
 
-    def _scores(self) -> dict[str, float]:
-        """Return the metrics of every dev split; those of a second one (MNLI mismatched) end in `_mm`."""
+    def _compute_scores(self) -> dict[str, float]:
+        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
         metrics: dict[str, float] = {}
         for i, eval_set in enumerate(self.sets):
             logits = self.predict_logits(eval_set)
             values = self.score(eval_set, logits)
-            values["loss"] = self._loss(eval_set, logits)
+            values["loss"] = self._compute_loss(eval_set, logits)
             metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
         return metrics
 
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Return the logits of a split [rows, labels], in the rows' order."""
+        """Return the logits of a split [rows, labels], in the order of its rows."""
         loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
-        return run_rows(self.accelerator, self.model, loader, order, self._logits, name, self.settings)[0]
+        return run_rows(self.accelerator, self.model, loader, order, self._compute_logits, name, self.settings)[0]
 
-    def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+    def _compute_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        """Return the logits of a batch [b, labels] in single precision."""
         return (compute_logits(self.model, batch).float(),)
 
-    def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
-        labels = labels_of_model(np.asarray(eval_set.labels), self.label_map)
-        return float(loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
+    def _compute_loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
+        """Return the mean loss of a split."""
+        labels = to_model_labels(np.asarray(eval_set.labels), self.label_map)
+        return float(compute_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 EvaluatorT = TypeVar("EvaluatorT", bound=LogitsEvaluator)
-NO_ROWS = ClassificationSplit("train", make_rows({}))
+NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
 class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
-    """A training of a classifier, or of a regressor, of texts or pairs of texts.
+    """Training of a classifier or regressor on texts or pairs of texts.
 
-    A task's `__init__` calls `fit_tokenizer` and sets the attributes below.
+    The `__init__` of a subclass calls `fit_tokenizer` and sets the attributes below.
 
     Attributes:
-        labels: the names of the classes in the order of their ids; None for a regression.
-        problem_type: transformers' name of it.
-        train: the training rows; none for a run that only evaluates.
-        dev_splits: those that are evaluated; the first one decides.
-        weights: one a label, in the order of `labels`; `load_model` sets `output_weights`, in that of the outputs.
+        labels: The names of the classes in the order of their ids. None for a regression.
+        problem_type: The problem type of Transformers.
+        train: The training rows. Empty for a run that only evaluates.
+        dev_splits: The splits that are evaluated. The first one selects the best weights.
+        weights: One weight per label, in the order of `labels`. `load_model` reorders them to the order of the outputs
+            (`output_weights`).
     """
 
     labels: Sequence[str] | None
@@ -161,10 +182,10 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         self.tokenizer = load_tokenizer(settings, self.config)
 
     def fit_tokenizer(self, pair: bool) -> None:
-        """Make the tokenizer fit the model, and check the length of texts, or of pairs of them.
+        """Fit the tokenizer to the model, and check the length of texts or pairs of texts.
 
         Raises:
-            ValueError: if the tokenizer cannot be made to fit, or the length.
+            ValueError: If the tokenizer or the length does not fit the model.
         """
         fit_token_types(self.tokenizer, self.config)
         append_end_tokens(self.tokenizer, self.config, pair)
@@ -177,7 +198,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
             self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
         )
         self.output_weights = None if self.weights is None else self.weights[list(self.label_map.to_task)]
-        tokenized = self._training_rows(self.train)
+        tokenized = self._tokenize_training_rows(self.train)
         self.token_counts = tokenized["length"]
         self.rows = tokenized.remove_columns("length")
         return model
@@ -186,7 +207,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         return self.token_counts
 
     def objective(self) -> Objective:
-        return classification_objective(self.output_weights)
+        return make_classification_objective(self.output_weights)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
@@ -198,8 +219,8 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         rows = sum(map(len, self.dev_splits))
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
 
-    def eval_set(self, split: ClassificationSplit) -> EvalSet:
-        """Return a split as it is evaluated or predicted."""
+    def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
+        """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
         loader, order = prepare_eval_dataloader(
@@ -208,24 +229,30 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Dataset:
-        with self.accelerator.main_process_first():  # the others read the Hub dataset's cache
+        """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
+        with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
-            self._check_ends(split, data)
+            self._check_end_tokens(split, data)
         return data
 
-    def _check_ends(self, split: ClassificationSplit, data: Dataset) -> None:
-        # Upstream's heads read at the last end token, and take as many of a row as of any other.
+    def _check_end_tokens(self, split: ClassificationSplit, data: Dataset) -> None:
+        """Check that all rows have the same number of end tokens.
+
+        The classification heads of Transformers for encoder-decoders read the last end token, and require that all
+        rows of a batch have equally many.
+        """
         texts = ("a", "a") if "text2" in split.data.column_names else ("a",)
         end, expected = self.config.eos_token_id, self.tokenizer(*texts)["input_ids"].count(self.config.eos_token_id)
         wrong = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
         if wrong is not None:
             raise ValueError(
-                f"{split.where(wrong)}: its text spells {self.tokenizer.eos_token}, the token behind which the "
-                "model's classifier reads: take it out"
+                f"{split.describe_row(wrong)}: The text must not contain {self.tokenizer.eos_token}, because the "
+                "classifier reads the model's output at this token. Remove it from the text."
             )
 
-    def _training_rows(self, split: ClassificationSplit) -> Dataset:
+    def _tokenize_training_rows(self, split: ClassificationSplit) -> Dataset:
+        """Tokenize the training rows, with labels in the order of the model's outputs."""
         if not len(split):
             return make_rows({"length": []})
         data, to_model, to_task = self._tokenize(split), self.label_map.to_model, self.label_map.to_task
@@ -237,7 +264,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
 
 
 class ClassificationEvaluator(LogitsEvaluator):
-    """Evaluates the dev rows; keeps the last predictions, so that the final ones need no second pass."""
+    """Evaluator of the dev rows. It stores the last predictions, so that they are not computed twice."""
 
     def __init__(self, scheme: LabelScheme, threshold: float, *args: Any):
         super().__init__(*args)
@@ -245,21 +272,29 @@ class ClassificationEvaluator(LogitsEvaluator):
         self.predictions: dict[str, Predictions] = {}
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        found = self.predictions[eval_set.split.name] = self.to_predictions(logits)
-        return score(self.scheme, found, np.asarray(eval_set.labels))
+        predicted = self.predictions[eval_set.split.name] = self.to_predictions(logits)
+        return compute_classification_metrics(self.scheme, predicted, np.asarray(eval_set.labels))
 
     def to_predictions(self, logits: np.ndarray) -> Predictions:
-        """Return what the model's logits [rows, labels] say."""
+        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
         order = list(self.label_map.to_model)
         return Predictions(self.scheme, logits[:, order], self.threshold)
 
 
 class ClassificationFineTuning(SequenceClassification[ClassificationSettings, ClassificationEvaluator]):
-    """One label a row of several, several labels a row, or a number.
+    """Fine-tuning on tables with one label per row, several labels per row, or a number per row.
 
-    The results have `eval_<metric>` of the dev rows, as `settings.METRICS` names them, `eval_per_class`,
-    `eval_confusion_matrix` and `eval_undefined` (see `metrics.score_details`); with labels, the test rows' are
-    `test_...`.
+    The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS_BY_PROBLEM`, and
+    `eval_per_class`, `eval_confusion_matrix` and `eval_undefined` (see `metrics.compute_metric_details`). If the test
+    rows have labels, their results start with `test_`.
+
+    Example:
+        ```python
+        settings = ClassificationSettings(
+            model_name_or_path="bert-gqa4", train_file="train.csv", validation_file="dev.csv", output_dir="out"
+        )
+        results = fine_tune(ClassificationFineTuning, settings)
+        ```
     """
 
     def __init__(self, settings: ClassificationSettings, accelerator: Accelerator):
@@ -269,95 +304,102 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         self.problem_type = self.scheme.problem_type
         self.labels = None if self.problem_type == REGRESSION else self.scheme.names
         self.fit_tokenizer(pair=len(self.data.text_columns) == 2)
-        self.metric_names = METRICS[self.problem_type]
+        self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
         check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
         settings.check_dev("validation" in self.data.splits)
-        self.train = self._training_split()
+        self.train = self._select_training_split()
         self.dev_splits = [
-            split.first(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"
+            split.take(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"
         ]
         values = self.train.data["label"][:] if len(self.train) else []
-        weights = class_weights(settings.class_weights, self.scheme, values)
+        weights = compute_class_weights(settings.class_weights, self.scheme, values)
         self.weights = None if weights is None else torch.tensor(weights)
         self.name = self.problem_type.replace("_", " ")
         self.main_metric, self.shown_metrics = self.metric_names[0], self.metric_names
 
-    def _training_split(self) -> ClassificationSplit:
-        split = self.data.splits.get("train", NO_ROWS)
+    def _select_training_split(self) -> ClassificationSplit:
+        """Return the training rows of the run, after --shuffle_train_dataset and --max_train_samples."""
+        split = self.data.splits.get("train", NO_TRAINING_ROWS)
         if len(split) and self.settings.shuffle_train_dataset:
             order = torch.randperm(len(split), generator=torch.Generator().manual_seed(self.settings.seed))
             split = ClassificationSplit(split.name, split.data.select(order.tolist()))
-        return split.first(self.settings.max_train_samples)
+        return split.take(self.settings.max_train_samples)
 
     def make_evaluator(self, model: nn.Module) -> ClassificationEvaluator | None:
-        sets = [self.eval_set(split) for split in self.dev_splits]
+        sets = [self.make_eval_set(split) for split in self.dev_splits]
         test = self.data.splits.get("test")
-        self.test = None if test is None else self.eval_set(test)
+        self.test = None if test is None else self.make_eval_set(test)
         run = self.accelerator, model, sets, self.label_map, self.settings, self.output_weights
         self.evaluator = ClassificationEvaluator(self.scheme, self.data.threshold, *run)
         return self.evaluator if sets else None
 
     def fingerprint(self) -> dict[str, Any]:
-        found = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
-        return {**super().fingerprint(), **found}
+        labels = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
+        return {**super().fingerprint(), **labels}
 
     def dev_results(self, evaluator: ClassificationEvaluator) -> dict[str, Any]:
         [dev] = evaluator.sets
-        details = score_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
+        details = compute_metric_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
         return {**super().dev_results(evaluator), **{f"eval_{name}": value for name, value in details.items()}}
 
     def results(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
+        results: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
         if self.data.label_column is not None:
-            found["label_column"] = self.data.label_column
+            results["label_column"] = self.data.label_column
         if self.data.label_separator is not None:
-            found["label_separator"] = self.data.label_separator
+            results["label_separator"] = self.data.label_separator
         if self.problem_type == MULTI_LABEL:
-            found["threshold"] = self.data.threshold
+            results["threshold"] = self.data.threshold
         if self.labels is not None:
-            found["labels"] = list(self.labels)
+            results["labels"] = list(self.labels)
         if self.weights is not None:
-            found["class_weights"] = dict(zip(self.scheme.names, self.weights.tolist(), strict=True))
-        return found
+            results["class_weights"] = dict(zip(self.scheme.names, self.weights.tolist(), strict=True))
+        return results
 
     def predictions(self, evaluator: ClassificationEvaluator) -> dict[str, str]:
         [dev] = evaluator.sets
-        return {"dev.jsonl": self._lines(dev, evaluator.predictions[dev.split.name])}
+        return {"dev.jsonl": self._format_predictions(dev, evaluator.predictions[dev.split.name])}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         for dev in self.evaluator.sets:
-            self._draw(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
+            self._draw_confusion_matrix(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
-        found = self.evaluator.to_predictions(self.evaluator.predict_logits(self.test))
+        predicted = self.evaluator.to_predictions(self.evaluator.predict_logits(self.test))
         results: dict[str, Any] = {"test_samples": len(self.test.split)}
         if self.test.labels is not None:
             labels = np.asarray(self.test.labels)
-            values = score(self.scheme, found, labels) | score_details(self.scheme, found, labels)
+            values = compute_classification_metrics(self.scheme, predicted, labels) | compute_metric_details(
+                self.scheme, predicted, labels
+            )
             results |= {f"test_{name}": value for name, value in values.items()}
-            self._draw(self.test, found, CONFUSION_FILE.replace(".", "_test."), "test")
-        return results, {"test.jsonl": self._lines(self.test, found)}
+            self._draw_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
+        return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = []
         for prefix, split in (("eval_", "dev"), ("test_", "test")):
             if f"{prefix}samples" in results:
-                given = [(name, results[prefix + name]) for name in self.metric_names if prefix + name in results]
-                values = [f"{name} {'none' if math.isnan(value) else f'{value:.4f}'}" for name, value in given]
+                metrics = [(name, results[prefix + name]) for name in self.metric_names if prefix + name in results]
+                values = [f"{name} {'none' if math.isnan(value) else f'{value:.4f}'}" for name, value in metrics]
                 scores = ", ".join(values) or "predicted"
                 lines.append(f"{self.name} {split} ({results[f'{prefix}samples']} rows): {scores}\n")
         return "".join(lines)
 
-    def _draw(self, rows: EvalSet, found: Predictions, name: str, split: str) -> None:
-        drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MOST_DRAWN
+    def _draw_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
+        """Draw the confusion matrix of a split, if there is one label per row and not too many classes."""
+        drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
         if not drawn or not self.accelerator.is_main_process:
             return
-        matrix = score_details(self.scheme, found, np.asarray(rows.labels))["confusion_matrix"]
+        matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
         title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
-        draw_confusion(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
+        draw_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
-    def _lines(self, rows: EvalSet, found: Predictions) -> str:
-        """Return a file of predictions: each row's number, label if known, prediction, probabilities and texts."""
+    def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
+        """Return the content of a JSONL file of predictions.
+
+        Each line has the number of the row, the label if it is known, the prediction, the probabilities and the texts.
+        """
         files, numbers = rows.split.data["file"][:], rows.split.data["index"][:]
         columns = self.data.text_columns
         texts = [rows.split.data[f"text{i + 1}"][:] for i in range(len(columns))]
@@ -367,16 +409,17 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             record: dict[str, Any] = {"file": files[i]} if several else {}
             record["row"] = number
             if rows.labels is not None:
-                record["label"] = self._named(rows.labels[i])
-            record["prediction"] = self._named(found.chosen[i])
+                record["label"] = self._to_names(rows.labels[i])
+            record["prediction"] = self._to_names(predicted.chosen[i])
             if self.labels is not None:
-                shares = [float(f"{share:.6g}") for share in found.probabilities[i]]
+                shares = [float(f"{share:.6g}") for share in predicted.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
             record["text"] = {column: values[i] for column, values in zip(columns, texts, strict=True)}
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"
 
-    def _named(self, value: Any) -> Any:
+    def _to_names(self, value: Any) -> Any:
+        """Return a label as its name, as a list of names, or as a number."""
         names = self.scheme.names
         if self.problem_type == REGRESSION:
             return float(f"{value:.7g}")  # what single precision holds

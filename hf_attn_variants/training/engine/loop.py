@@ -99,8 +99,9 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
     """Return the FLOPs of a forward pass, for the encoder and for the decoder.
 
     Returns:
-        By "encoder" or "decoder": the FLOPs per token without attention scores; then the FLOPs per token and key of
-        the self-attention, and per token and key of the cross-attention. Empty if the architecture is not supported.
+        A dictionary with the keys "encoder" and "decoder", as far as the model has them. Each value is the FLOPs per
+        token without attention scores, and the pair of FLOPs per token and key of the self-attention and of the
+        cross-attention. The dictionary is empty if the architecture is not supported.
     """
     from ...inspection.costs import variant_config
     from ...inspection.counting import flops_per_token

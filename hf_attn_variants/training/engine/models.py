@@ -461,7 +461,7 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
             if reason is None:
                 similar = nearest_name(name, default.to_dict())
                 reason = f"`{name}` is not a field of {type(default).__name__}"
-                reason += "." if similar is None else f"; did you mean {similar}?"
+                reason += "." if similar is None else f". Did you mean {similar}?"
             raise ValueError(f"--config_overrides: {reason}")
 
 

@@ -1,1 +1,1 @@
-"""GLUE: `classification` with the nine tasks' files and scores."""
+"""Fine-tuning on the nine tasks of GLUE."""

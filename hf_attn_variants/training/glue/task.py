@@ -1,4 +1,4 @@
-"""Fine-tuning on a GLUE task: its metrics, its evaluation and the files for a submission."""
+"""Fine-tuning on a GLUE task: metrics, evaluation and the files of a submission."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from torch import nn
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
 from ..classification.data import ClassificationSplit
 from ..classification.metrics import pearson, spearman
-from ..classification.task import NO_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
+from ..classification.task import NO_TRAINING_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
 from .data import load_ax, load_glue
 from .settings import GlueSettings, check_glue_metric
 
-__all__ = ["METRICS", "GlueEvaluator", "GlueFineTuning", "compute_metrics"]
+__all__ = ["METRIC_FUNCTIONS", "GlueEvaluator", "GlueFineTuning", "compute_glue_metrics"]
 
-# (true values, predictions) -> the metric. F1 is that of class 1. Where every prediction is the same, Matthews
-# correlation is 0, and the other two are NaN.
-METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+# Map (true values, predictions) to the metric. F1 is the F1 of class 1. If all predictions are equal, the Matthews
+# correlation is 0, and the Pearson and Spearman correlations are NaN.
+METRIC_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
     "matthews_correlation": matthews_corrcoef,
@@ -28,25 +28,36 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 }
 
 
-def compute_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """Compute metrics by name, of class ids or scores [examples].
+def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+    """Compute metrics from class ids or scores [examples].
 
-    With several metrics there is also `combined_score`, their mean, by which GLUE ranks such tasks.
+    Args:
+        names: The names of the metrics.
+        predictions: The predicted values.
+        references: The true values.
+
+    Returns:
+        The metrics. If there are several, `combined_score` is their mean, with which GLUE ranks such tasks.
 
     Raises:
-        ValueError: if a metric is unknown.
+        ValueError: If a metric is unknown.
+
+    Example:
+        ```python
+        compute_metrics(["accuracy"], np.array([0, 1, 1]), np.array([0, 1, 0]))  # {"accuracy": 0.666...}
+        ```
     """
-    unknown = [name for name in names if name not in METRICS]
+    unknown = [name for name in names if name not in METRIC_FUNCTIONS]
     if unknown:
-        raise ValueError(f"unknown metric {', '.join(unknown)}: choose from {', '.join(METRICS)}")
-    values = {name: float(METRICS[name](references, predictions)) for name in names}
+        raise ValueError(f"Metrics must be among {', '.join(METRIC_FUNCTIONS)}, got {', '.join(unknown)}.")
+    values = {name: float(METRIC_FUNCTIONS[name](references, predictions)) for name in names}
     if len(names) > 1:
         values["combined_score"] = float(np.mean([values[name] for name in names]))
     return values
 
 
 class GlueEvaluator(LogitsEvaluator):
-    """Evaluates dev splits; keeps the last predictions, so that the final ones need no second pass."""
+    """Evaluator of the dev splits. It stores the last predictions, so that they are not computed twice."""
 
     def __init__(self, task: GlueTask, *args: Any):
         super().__init__(*args)
@@ -56,17 +67,23 @@ class GlueEvaluator(LogitsEvaluator):
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         predictions = self.to_predictions(self.task, logits)
         self.predictions[eval_set.split.name] = predictions
-        return compute_metrics(self.task.metrics, predictions, eval_set.labels)
+        return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
 
     def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Return scores, or class ids in the task's numbering [rows]."""
+        """Return scores, or class ids in the numbering of the task [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
 
 class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
-    """Sequence classification, or for STS-B regression (arXiv:1804.07461).
+    """Fine-tuning of a classifier on a GLUE task (arXiv 1804.07461), or of a regressor on STS-B.
 
-    The results have `eval_<metric>` of each dev split; those of MNLI's mismatched one end in `_mm`.
+    The results contain `eval_<metric>` of each dev split. Names of the mismatched dev split of MNLI end in `_mm`.
+
+    Example:
+        ```python
+        settings = GlueSettings(model_name_or_path="bert-gqa4", task_name="sst2", output_dir="out")
+        results = fine_tune(GlueFineTuning, settings)
+        ```
     """
 
     def __init__(self, settings: GlueSettings, accelerator: Accelerator):
@@ -84,13 +101,13 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:
-        """Read train and dev splits by name, and what is predicted after training, so that it cannot fail then."""
+        """Read the train and dev splits, and the test splits. Errors in all files come before training."""
         settings, task = self.settings, self.task
         with_train = not settings.only_evaluates
         splits = load_glue(task, settings.data_dir, settings.values(), with_train=with_train)
-        splits["train"] = splits["train"].first(settings.max_train_samples) if with_train else NO_ROWS
+        splits["train"] = splits["train"].take(settings.max_train_samples) if with_train else NO_TRAINING_ROWS
         for name in task.eval_splits.keys() & splits.keys():
-            splits[name] = splits[name].first(settings.max_eval_samples)
+            splits[name] = splits[name].take(settings.max_eval_samples)
         if settings.skip_predict:
             return splits, []
         tests = [(task, splits[name]) for name in task.test_splits if name in splits]
@@ -101,7 +118,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
         return splits, tests
 
     def make_evaluator(self, model: nn.Module) -> GlueEvaluator:
-        sets = [self.eval_set(split) for split in self.dev_splits]
+        sets = [self.make_eval_set(split) for split in self.dev_splits]
         self.evaluator = GlueEvaluator(self.task, self.accelerator, model, sets, self.label_map, self.settings)
         return self.evaluator
 
@@ -112,19 +129,23 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
         return {"task_name": self.task.name}
 
     def predictions(self, evaluator: GlueEvaluator) -> dict[str, str]:
-        found = evaluator.predictions
-        return dict(_submission(self.task, split, found[split.name], "dev_") for split in self.dev_splits)
+        return dict(
+            _format_submission(self.task, split, evaluator.predictions[split.name], "dev_")
+            for split in self.dev_splits
+        )
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         files: dict[str, str] = {}
         for task, split in self.tests:
-            logits = self.evaluator.predict_logits(self.eval_set(split))
-            files |= [_submission(task, split, self.evaluator.to_predictions(task, logits))]
+            logits = self.evaluator.predict_logits(self.make_eval_set(split))
+            files |= [_format_submission(task, split, self.evaluator.to_predictions(task, logits))]
         return {}, files
 
 
-def _submission(task: GlueTask, split: ClassificationSplit, predictions: Any, prefix: str = "") -> tuple[str, str]:
-    """Return the name and the content of a GLUE submission's file: a header and one `index<TAB>prediction` a line."""
+def _format_submission(
+    task: GlueTask, split: ClassificationSplit, predictions: Any, prefix: str = ""
+) -> tuple[str, str]:
+    """Return the name and the content of a submission file: a header, and `index<TAB>prediction` lines."""
     rows = zip(split.data["index"], predictions, strict=True)
     lines = ["index\tprediction", *(f"{index}\t{format_prediction(task, value)}" for index, value in rows)]
     return f"{prefix}{task.submission_file(split.name)}", "\n".join(lines) + "\n"

@@ -1,1 +1,1 @@
-"""Token classification: the shortest task."""
+"""Token classification, such as named entity recognition."""

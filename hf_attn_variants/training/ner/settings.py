@@ -1,4 +1,4 @@
-"""The settings of fine-tuning on token classification."""
+"""Settings of fine-tuning on token classification."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -7,31 +7,45 @@ from typing import ClassVar
 from ..engine.options import WITH_BEST_WEIGHTS, check_metric, option
 from ..engine.settings import FineTuningSettings
 
-__all__ = ["METRICS", "NerSettings"]
+__all__ = ["ENTITY_METRICS", "NerSettings"]
 
-METRICS = ("precision", "recall", "f1", "accuracy")
+ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NerSettings(FineTuningSettings):
-    """Which tagged sentences."""
+    """The tagged sentences.
+
+    Example:
+        ```python
+        settings = NerSettings(
+            model_name_or_path="bert-gqa4", train_file="train.txt", validation_file="dev.txt", output_dir="out"
+        )
+        results = fine_tune(NerFineTuning, settings)
+        ```
+    """
 
     title: ClassVar[str] = "task"
 
-    train_file: str | None = option("Training sentences in CoNLL's format, plain or .gz; see below.", None)
-    validation_file: str | None = option("Dev sentences, likewise.", None, resume=WITH_BEST_WEIGHTS)
-    test_file: str | None = option("Sentences to tag; if each word has a tag, they are scored.", None)
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
-    dataset_config_name: str | None = option("Its configuration.", None)
+    train_file: str | None = option(
+        "File with training sentences in the CoNLL format, plain text or .gz (see below).", None
+    )
+    validation_file: str | None = option("File with dev sentences in the same format.", None, resume=WITH_BEST_WEIGHTS)
+    test_file: str | None = option(
+        "File with sentences to tag. If every word has a tag, the tags of the model are scored.", None
+    )
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks."""
         super().check()
         files = [self.train_file, self.validation_file, self.test_file]
-        whole = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
-        if whole == (self.dataset_name is not None) or (self.dataset_name is not None and any(files)):
-            raise ValueError("give --train_file and --validation_file (and --test_file), or --dataset_name")
+        has_files = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
+        if has_files == (self.dataset_name is not None) or (self.dataset_name is not None and any(files)):
+            raise ValueError("Give either --train_file and --validation_file, or --dataset_name.")
         if self.dataset_config_name is not None and self.dataset_name is None:
-            raise ValueError("--dataset_config_name needs --dataset_name")
+            raise ValueError("--dataset_config_name needs --dataset_name. Add it, or remove the flag.")
         if importlib.util.find_spec("seqeval") is None:
-            raise ValueError("entities are scored by seqeval: `pip install seqeval`")
-        check_metric(self.metric_for_best_model, ("loss", *METRICS))
+            raise ValueError("Scores of entities need the package seqeval. Run `pip install seqeval`.")
+        check_metric(self.metric_for_best_model, ("loss", *ENTITY_METRICS))

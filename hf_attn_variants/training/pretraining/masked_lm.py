@@ -1,4 +1,4 @@
-"""Pretraining of an encoder as a masked language model."""
+"""Pretraining of encoders as masked language models."""
 
 import inspect
 from typing import Any
@@ -21,25 +21,25 @@ from .settings import MaskedLMSettings
 from .task import PretrainingTask, pretrain, shuffle_positions
 from .text_stream import open_text_sources
 
-__all__ = ["masked_lm_objective", "masked_lm_sums", "pretrain_masked_lm"]
+__all__ = ["compute_masked_lm_sums", "make_masked_lm_objective", "pretrain_masked_lm"]
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
-    """Return the cross-entropy of the masked tokens, summed, and that of the sentence task, where batches have one.
+def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
+    """Return the objective that sums the cross-entropy of the masked tokens, and of the sentence task if there is one.
 
     Args:
-        model: a masked-LM model, not yet wrapped. What follows its base model, whatever it is called, computes the
-            masked positions alone, which gives the same loss for a seventh of its work.
-        sentence_weight: masked tokens that an example's sentence label counts as; with their expected number both
-            tasks have the same weight, as in BERT.
+        model: A masked-LM model that is not wrapped yet. The layers after its base model process only the masked
+            positions. The loss is the same, for about a seventh of their work.
+        sentence_weight: The weight of a sentence label, in masked tokens. With the expected number of masked tokens
+            per example, both tasks have the same weight, as in BERT.
     """
 
     base_model = model.base_model
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels, sentence_logits = _logits(model, base_model, batch)
+        logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         if sentence_logits is None:
             return loss
@@ -53,15 +53,17 @@ def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) ->
     return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
 
 
-def _logits(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the masked tokens' logits [m, V], their labels [m], and the sentence task's logits [b, 2] or None."""
+def _compute_logits(
+    model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] or None."""
     chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
 
     def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
         output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
         return output
 
-    # The whole model is called, since DDP and FSDP work through its forward.
+    # Call the whole model, because DDP and FSDP hook into its forward.
     hook = base_model.register_forward_hook(keep_chosen)
     try:
         output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
@@ -74,9 +76,9 @@ def _logits(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -
     return output.prediction_logits.float(), labels, sentence.float()
 
 
-def masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums`: of the masked tokens and, with a sentence task, of the pairs."""
-    logits, labels, sentence_logits = _logits(model, base_model, batch)
+def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `PretrainingTask.row_sums` over masked tokens, and over pairs if there is a sentence task."""
+    logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
     sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)
@@ -84,22 +86,36 @@ def masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Ten
     sums.index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1).float())
     if sentence_logits is None:
         return sums
-    wanted = batch["sentence_labels"]
-    of_pairs = functional.cross_entropy(sentence_logits, wanted, ignore_index=IGNORED_LABEL, reduction="none")
-    right = sentence_logits.argmax(-1) == wanted
-    return torch.cat([sums, torch.stack([of_pairs, right, wanted != IGNORED_LABEL], dim=-1)], dim=-1)
+    sentence_labels = batch["sentence_labels"]
+    pair_losses = functional.cross_entropy(
+        sentence_logits, sentence_labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    right = sentence_logits.argmax(-1) == sentence_labels
+    pair_sums = torch.stack([pair_losses, right, sentence_labels != IGNORED_LABEL], dim=-1)
+    return torch.cat([sums, pair_sums], dim=-1)
 
 
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
-    """Train, evaluate, try whether the model reads its context, and save; with the objective "clm" a causal one.
+    """Train a masked language model, evaluate it, check whether it uses its context, and save it.
+
+    With the objective "clm", train a causal language model instead.
 
     Returns:
-        The results that `all_results.json` begins with: `eval_loss` (nats a masked token), `eval_perplexity`,
-        `eval_accuracy`, `gate_passed` and what it saw, and those of `TrainingLoop.results`.
+        The first results of `all_results.json`: `eval_loss` (nats per masked token), `eval_perplexity`,
+        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`.
 
     Raises:
-        ValueError, OSError: if a setting, the text or the checkpoint is wrong; said before training where it can be.
-        NonFiniteLossError: if training diverged.
+        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
+        NonFiniteLossError: If training diverges.
+
+    Example:
+        ```python
+        settings = MaskedLMSettings(
+            model_type="bert", tokenizer_name="bert-base-uncased", train_file=("text.txt",), max_train_steps=1000,
+            output_dir="out",
+        )
+        results = pretrain_masked_lm(settings)
+        ```
     """
     if settings.is_causal:
         return pretrain_causal_lm(settings)
@@ -113,14 +129,14 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         prepare = MaskedLMPreparation(tokenizer, settings.max_length, *masking)
         set_seed(settings.seed)
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-        # A sentence task's head may be new, but not where it is only evaluated.
+        # The head of a sentence task may be new, except if the model is only evaluated.
         model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
         base_model = model.base_model
         task = PretrainingTask(
             "masked LM",
             prepare,
-            masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
-            lambda model, batch: masked_lm_sums(model, base_model, batch),
+            make_masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: compute_masked_lm_sums(model, base_model, batch),
             "masked_tokens",
             shuffle_positions,
         )
@@ -128,38 +144,43 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
 
 
 def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
-    # Auto classes make a masked-LM model of a BART too, whose decoder would read the words that it is to find.
+    """Raise ValueError if the model is not an encoder.
+
+    Auto classes also make masked-LM models of encoder-decoders such as BART, whose decoder would read the masked
+    words.
+    """
     name = settings.model_name_or_path or f"--model_type {settings.model_type}"
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{name} ({config.model_type}) is an encoder-decoder, masked-LM pretraining is for encoders: a T5 is "
-            "pretrained by `attn-variants pretrain-t5`, others are trained by `attn-variants seq2seq`"
+            f"{name} ({config.model_type}) must be an encoder, but is an encoder-decoder. Use `attn-variants "
+            "pretrain-t5` for a T5, or `attn-variants seq2seq` for others."
         )
     if getattr(config, "is_decoder", False):
-        raise ValueError(
-            f"{name} is a decoder (is_decoder), masked-LM pretraining is for encoders: give --objective clm"
-        )
+        raise ValueError(f"{name} must be an encoder, but is a decoder (is_decoder). Set --objective clm.")
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the settings or the model do not allow the sentence task."""
     task = settings.sentence_task
     if task is None:
         return
     if settings.max_length < 5:
-        raise ValueError(f"--sentence_task {task}: --max_length {settings.max_length} has no room for a pair")
+        raise ValueError(f"--max_length must be at least 5 with --sentence_task {task}, got {settings.max_length}.")
     if task == "nsp" and settings.shuffle_buffer_size < 2:
         raise ValueError(
-            "--sentence_task nsp draws other text from a buffer: --shuffle_buffer_size must be at least 2"
+            f"--shuffle_buffer_size must be at least 2 with --sentence_task nsp, got {settings.shuffle_buffer_size}. "
+            "The task draws the other text from the buffer."
         )
     with torch.device("meta"):
-        made = AutoModelForPreTraining.from_config(config)
-    if not {"next_sentence_label", "sentence_order_label"} & inspect.signature(made.forward).parameters.keys():
+        model = AutoModelForPreTraining.from_config(config)
+    if not {"next_sentence_label", "sentence_order_label"} & inspect.signature(model.forward).parameters.keys():
         raise ValueError(
-            f"--sentence_task {task}: {type(made).__name__} learns no task of pairs; a BERT or an ALBERT does"
+            f"--sentence_task {task} needs a model with a head for pairs, got {type(model).__name__}. Use a BERT or "
+            "an ALBERT."
         )
     token_types = getattr(config, "type_vocab_size", 0)
     if token_types < 2:
         raise ValueError(
-            f"--sentence_task {task}: the model has {token_types} token type(s), and tells the two segments of a pair "
-            "apart by two (type_vocab_size)"
+            f"--sentence_task {task} needs a model with at least 2 token types (type_vocab_size), got {token_types}. "
+            "They distinguish the two segments of a pair."
         )

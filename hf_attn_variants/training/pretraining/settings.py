@@ -1,4 +1,4 @@
-"""The settings of pretraining: the text, and what each of its ways adds."""
+"""Settings of pretraining: the text, the masking, and the options of each objective."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,83 +15,89 @@ from ..engine.options import (
 )
 from ..engine.settings import EncoderDecoderVariantSettings, NewModelSettings, TrainingSettings
 
-__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
+__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_held_out_flags"]
 
-METRICS = ("loss", "perplexity", "accuracy")
-# nsp, as BERT (arXiv:1810.04805); sop, as ALBERT (arXiv:1909.11942).
+PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
+# nsp is the task of BERT (arXiv 1810.04805), and sop the task of ALBERT (arXiv 1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
 MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
-# What a language model learns: masked tokens, or each next token. Those that transformers has a causal class of.
+# The objectives: masked tokens, or the next token. The latter needs a causal class in Transformers.
 MASKED, CAUSAL = "mlm", "clm"
 CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
 
 
-def check_evaluated(settings: TrainingSettings, why: str = "") -> None:
-    """Raise ValueError if a flag is given that means nothing without held-out text."""
+def check_held_out_flags(settings: TrainingSettings, reason: str = "") -> None:
+    """Raise ValueError if a flag is set that needs held-out text. `reason` completes the message."""
     for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
         if getattr(settings, name) is not None:
-            raise ValueError(f"--{name} needs --validation_file{why}")
+            raise ValueError(f"--{name} needs held-out text{reason}. Set --validation_file, or remove --{name}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(Settings):
-    """Which text, files or a stream, and how it is shuffled."""
+    """The text, from files or from a streamed dataset, and its shuffling."""
 
     title: ClassVar[str] = "text"
 
-    train_file: tuple[str, ...] | None = option("Text files, .txt or .gz; articles separated by empty lines.", None)
+    train_file: tuple[str, ...] | None = option(
+        "Text files (.txt or .gz) for training. Empty lines separate articles.", None
+    )
     validation_file: tuple[str, ...] | None = option(
-        "Held-out text, of the same kind.", None, resume=WITH_BEST_WEIGHTS
+        "Text files for the evaluation, in the same format.", None, resume=WITH_BEST_WEIGHTS
     )
     dataset_name: str | None = option(
-        "Folder or Hub id of a `datasets` source, streamed, instead of --train_file.", None
+        "Folder or Hub id of a `datasets` source that is streamed, instead of --train_file.", None
     )
-    dataset_config_name: str | None = option("Its configuration.", None)
-    text_column: str = option("Its column that holds an article.", "text")
+    dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
+    text_column: str = option("Column of the `datasets` source with the articles.", "text")
     keep_whitespace: bool = option(
-        "Read line ends, tabs and runs of spaces as they are, for a tokenizer that has tokens of them (RoBERTa's) and "
-        "text that means something by them, such as code or verse. Without it each is one space.",
+        "Keep line ends, tabs and runs of spaces. Use it if they have a meaning, as in code or verse, and if the "
+        "tokenizer has tokens for them, as that of RoBERTa. Otherwise, each run becomes one space.",
         False,
     )
     shuffle_buffer_size: int = option(
-        "Blocks that are held in memory and shuffled among themselves.", 4096, range=AT_LEAST_1, resume=ALWAYS
+        "Number of blocks that are held in memory and shuffled.", 4096, range=AT_LEAST_1, resume=ALWAYS
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
-    """What all ways of pretraining have."""
+    """Settings of all pretraining objectives."""
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all training commands."""
         super().check()
-        given = [name for name in (self.train_file, self.dataset_name) if name is not None]
-        if len(given) > 1 or not (given or self.only_evaluates):
-            raise ValueError("give --train_file or --dataset_name, one of them")
+        sources = [name for name in (self.train_file, self.dataset_name) if name is not None]
+        if len(sources) > 1 or not (sources or self.only_evaluates):
+            raise ValueError("Set either --train_file or --dataset_name.")
         if self.max_train_steps is None and not self.only_evaluates:
-            raise ValueError("text is a stream without a length: give --max_train_steps (or --num_train_epochs 0)")
+            raise ValueError("--max_train_steps must be set, because a text stream has no length.")
         if self.dataloader_num_workers > 1:
             raise ValueError(
-                f"--dataloader_num_workers must be 0 or 1 for a stream, got {self.dataloader_num_workers}"
+                f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
             )
-        check_metric(self.metric_for_best_model, METRICS)
+        check_metric(self.metric_for_best_model, PRETRAINING_METRICS)
         if self.validation_file is None and self.dataset_name is None:
-            check_evaluated(self)
+            check_held_out_flags(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingSettings(Settings):
-    """How tokens are masked."""
+    """The masking of tokens, and the sentence task."""
 
     title: ClassVar[str] = "masking"
 
     mlm_probability: float = option(
-        "Chance of a token to be masked; anew in every epoch.", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
+        "Probability that a token is masked. Every epoch masks other tokens.",
+        0.15,
+        range=BETWEEN_0_AND_1,
+        resume=ALWAYS,
     )
-    whole_word_mask: bool = option("Mask words instead of tokens.", False, resume=ALWAYS)
+    whole_word_mask: bool = option("Mask whole words instead of tokens.", False, resume=ALWAYS)
     sentence_task: str | None = option(
-        "Cut each block in two and learn from the pair as well. nsp, as BERT: does the second segment follow, or is "
-        "it of other text? sop, as ALBERT: are the two in order? The model then is a ...ForPreTraining, and "
-        "eval_sentence_accuracy says how often it is right (0.5: guessing).",
+        "Split each block into two segments, and also learn a task about the pair. nsp, as in BERT: does the second "
+        "segment follow the first one? sop, as in ALBERT: are the segments in the correct order? The model is then a "
+        "...ForPreTraining, and eval_sentence_accuracy is its accuracy on pairs (0.5: guessing).",
         None,
         choices=SENTENCE_TASKS,
         resume=ALWAYS,
@@ -100,13 +106,23 @@ class MaskingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMSettings(MaskingSettings, PretrainingSettings):
-    """The settings of masked language modelling and, with the objective "clm", of causal language modelling."""
+    """Settings of masked language modeling and, with the objective "clm", of causal language modeling.
+
+    Example:
+        ```python
+        settings = MaskedLMSettings(
+            model_type="bert", tokenizer_name="bert-base-uncased", train_file=("text.txt",), max_train_steps=1000,
+            output_dir="out",
+        )
+        results = pretrain_masked_lm(settings)
+        ```
+    """
 
     title: ClassVar[str] = "objective"
 
     objective: str = option(
-        "mlm: masked tokens, by an encoder. clm: each next token, by a decoder alone (BERT, RoBERTa or ELECTRA, whose "
-        "configuration then says is_decoder).",
+        "mlm: an encoder learns masked tokens. clm: a decoder (BERT, RoBERTa or ELECTRA with is_decoder in its "
+        "configuration) learns the next token.",
         MASKED,
         choices=(MASKED, CAUSAL),
     )
@@ -114,39 +130,40 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
 
     @property
     def is_causal(self) -> bool:
-        """Whether each next token is learned, and not masked ones."""
+        """Whether the objective is the next token instead of masked tokens."""
         return self.objective == CAUSAL
 
     def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return, as JSON holds them, the settings that a resumed run must share."""
-        # The checkpoints of earlier versions, all of masked language modelling, name no objective.
+        """Return the settings that a resumed run must share, as JSON values."""
+        # Checkpoints of earlier versions have no objective. All of them are masked language models.
         return super().resume_values(with_best_weights) | {"objective": self.objective if self.is_causal else None}
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all pretraining objectives."""
         super().check()
         if not self.is_causal:
             return
         for name in (name for name in MaskingSettings.__annotations__ if name != "title"):
             if getattr(self, name) != getattr(MaskingSettings, name):
-                raise ValueError(f"--{name} is for masked tokens; --objective {CAUSAL} masks none")
+                raise ValueError(f"--{name} needs --objective {MASKED}, got {CAUSAL}. Remove --{name}.")
         if self.model_type not in (None, *CAUSAL_LM_TYPES):
             raise ValueError(
-                f"--objective {CAUSAL}: transformers has no causal language model of the --model_type "
-                f"{self.model_type}; it has of {', '.join(CAUSAL_LM_TYPES)}"
+                f"--model_type must be one of {', '.join(CAUSAL_LM_TYPES)} with --objective {CAUSAL}, got "
+                f"{self.model_type}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSettings(Settings):
-    """Which spans are left out."""
+    """The spans that are removed from the text."""
 
     title: ClassVar[str] = "noise"
 
     noise_density: float = option(
-        "Share of tokens that is left out (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
+        "Share of the tokens that is removed (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
     )
     mean_noise_span_length: float = option(
-        "Mean length of the spans that are left out, in tokens (default: %(default)s).",
+        "Mean length of the removed spans in tokens (default: %(default)s).",
         3.0,
         range=AT_LEAST_1,
         resume=ALWAYS,
@@ -155,6 +172,15 @@ class NoiseSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
-    """The settings of span corruption."""
+    """Settings of span corruption.
+
+    Example:
+        ```python
+        settings = SpanCorruptionSettings(
+            model_name_or_path="t5-gqa4", train_file=("text.txt",), max_train_steps=1000, output_dir="out"
+        )
+        results = pretrain_span_corruption(settings)
+        ```
+    """
 
     model_type: str | None = redefault(choices=("t5",))

@@ -1,4 +1,11 @@
-"""Pretraining of a T5 by span corruption (arXiv 1910.10683, section 3.1.4)."""
+"""Pretraining of T5 models by span corruption (arXiv 1910.10683, section 3.1.4).
+
+Spans of the text are replaced by sentinel tokens. The targets are the sentinels, each followed by its span:
+
+    text     the cat sat on the mat
+    inputs   the <extra_id_0> on the <extra_id_1> </s>
+    targets  <extra_id_0> cat sat <extra_id_1> mat </s>
+"""
 
 from typing import Any
 
@@ -20,102 +27,125 @@ from .text_stream import open_text_sources
 
 __all__ = [
     "SpanCorruption",
-    "block_length",
     "check_span_corruption",
-    "corrupted_lengths",
-    "noise_counts",
-    "noise_spans",
+    "compute_block_length",
+    "compute_corrupted_lengths",
+    "compute_target_sums",
+    "count_noise",
+    "draw_noise_spans",
+    "get_sentinel_ids",
     "pretrain_span_corruption",
-    "sentinel_ids",
-    "target_sums",
 ]
 
-# What its random numbers are for; see `masking`.
-SPANS = 4
-# How vocabularies spell a sentinel: T5's and UMT5's as a token of its own, mT5's as a word's beginning (U+2581).
+# The key of the random numbers of this module. No other use shares them (see `text_rows`).
+SPANS_KEY = 4
+# The spellings of sentinels in vocabularies: a token of its own (T5, UMT5), or the beginning of a word (mT5, U+2581).
 SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
 
 
 def check_span_corruption(
     settings: ModelSettings, max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that a model and its tokenizer can learn by span corruption.
+    """Check that a model and its tokenizer support span corruption.
+
+    Args:
+        settings: The settings of the run.
+        max_length: The maximum length of the inputs in tokens.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
 
     Raises:
-        ValueError: if the model is no encoder-decoder that starts with its padding token, the tokenizer has no
-            sentinels or ends no text in an end token, or `max_length` does not fit.
+        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer has no
+            sentinels or does not append an end token, or if `max_length` does not fit.
     """
     name = settings.model_name_or_path or "the new model"
     if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
         raise ValueError(
-            f"{name} ({config.model_type}) is no T5: span corruption needs an encoder-decoder that starts with its "
-            "padding token"
+            f"{name} ({config.model_type}) must be an encoder-decoder that starts with its padding token, such as T5. "
+            "Use another model for span corruption."
         )
-    if sentinel_ids(tokenizer, 1) == [None]:
+    if get_sentinel_ids(tokenizer, 1) == [None]:
         raise ValueError(
-            f"the tokenizer of {settings.tokenizer_name or name} has no sentinels (<extra_id_0>, <extra_id_1>, ...), "
-            "which span corruption puts in the place of text: it is for checkpoints that were pretrained so, such as "
-            "T5, mT5 and UMT5"
+            f"The tokenizer of {settings.tokenizer_name or name} must have sentinels (<extra_id_0>, <extra_id_1>, "
+            "...), but has none. Use a model that was pretrained with span corruption, such as T5, mT5 or UMT5."
         )
     check_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
 
 
-def sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
-    """Return the token ids of the first sentinels; None of each that the tokenizer lacks."""
+def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
+    """Return the token ids of the first sentinels, and None for each one that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
-    spelled = next((each for each in SENTINELS if each.format(0) in vocabulary), SENTINELS[0])
-    return [vocabulary.get(spelled.format(number)) for number in range(count)]
+    spelling = next((form for form in SENTINELS if form.format(0) in vocabulary), SENTINELS[0])
+    return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
-def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return how many tokens of a block are left out (a share of `density`), and in how many spans."""
+def count_noise(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """Return the number of tokens of a block that are removed, and the number of removed spans.
+
+    Args:
+        length: The length of the block in tokens.
+        density: The share of the tokens that is removed.
+        mean_span: The mean length of the spans in tokens.
+    """
     noise = min(max(round(length * density), 1), max(length - 1, 1))
-    # Text stands before each span, so that no two touch.
+    # There is text before each span, so that spans do not touch.
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
 
 
-def corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the tokens of the inputs and targets that a block becomes, sentinels and end tokens included."""
-    noise, spans = noise_counts(length, density, mean_span)
+def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """Return the numbers of input and target tokens of a block, including sentinels and end tokens."""
+    noise, spans = count_noise(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
-def block_length(max_length: int, density: float, mean_span: float) -> int:
-    """Return the longest block whose inputs have at most `max_length` tokens: 568 for 512 inputs, with 114 targets.
+def compute_block_length(max_length: int, density: float, mean_span: float) -> int:
+    """Return the length of the longest block whose inputs have at most `max_length` tokens.
+
+    With the default noise, 512 input tokens hold a block of 568 tokens with 114 target tokens.
 
     Raises:
-        ValueError: if no block has so few.
+        ValueError: If `max_length` is too short for any block.
     """
     length = 1
-    if corrupted_lengths(length, density, mean_span)[0] > max_length:
-        raise ValueError(f"--max_length {max_length} is too short for a sentinel, an end token and text")
-    while corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
+    if compute_corrupted_lengths(length, density, mean_span)[0] > max_length:
+        raise ValueError(
+            f"--max_length must be long enough for a sentinel, an end token and text, got {max_length}. Increase it."
+        )
+    while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
         length += 1
     return length
 
 
-def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Draw the beginning and the end of each span of a block [spans, 2].
+def draw_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+    """Draw the start and the end of each removed span of a block [spans, 2].
 
-    Text and spans alternate, text first; every division of either is as likely as another.
+    Text and spans alternate, and the text comes first. All divisions of the text and of the removed tokens are equally
+    likely.
     """
-    noise, spans = noise_counts(length, density, mean_span)
+    noise, spans = count_noise(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
     return lengths.ravel().cumsum().reshape(-1, 2)
 
 
 def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """Return the sizes of parts of at least one item each (none, where there is no item)."""
+    """Draw the sizes of parts that have at least one item each. They are empty if there are no items."""
     cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
     return np.diff([0, *cuts, items])
 
 
 class SpanCorruption:
-    """Makes an example of a block of tokens, padded to one length of inputs (n, `max_length`) and one of targets (t).
+    """Preparation of a block of tokens for span corruption. Inputs and targets are padded to fixed lengths.
+
+    Args:
+        tokenizer: A tokenizer with sentinels.
+        max_length: The maximum length n of the inputs in tokens.
+        seed: The seed of the run.
+        density: The share of the tokens that is removed.
+        mean_span: The mean length of the removed spans in tokens.
 
     Raises:
-        ValueError: if the tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
+        ValueError: If the tokenizer lacks a token or has too few sentinels, or if `max_length` is too short.
     """
 
     takes_other_block = False
@@ -130,46 +160,51 @@ class SpanCorruption:
     ):
         self.eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         if self.eos_id is None or self.pad_id is None:
-            raise ValueError("the tokenizer has no end or no padding token: span corruption needs both")
+            raise ValueError(
+                "The tokenizer must have an end token and a padding token for span corruption. Use another tokenizer."
+            )
         self.separator = self.eos_id
         self.density, self.mean_span, self.seed = density, mean_span, seed
-        self.block_length = block_length(max_length, density, mean_span)
-        self.input_length, self.target_length = corrupted_lengths(self.block_length, density, mean_span)
-        needed = noise_counts(self.block_length, density, mean_span)[1]
-        sentinels = sentinel_ids(tokenizer, needed)
+        self.block_length = compute_block_length(max_length, density, mean_span)
+        self.input_length, self.target_length = compute_corrupted_lengths(self.block_length, density, mean_span)
+        num_spans = count_noise(self.block_length, density, mean_span)[1]
+        sentinels = get_sentinel_ids(tokenizer, num_spans)
         if None in sentinels:
             raise ValueError(
-                f"the tokenizer has {sentinels.index(None)} sentinels (<extra_id_0>, ...); --max_length {max_length} "
-                f"needs {needed}"
+                f"The tokenizer must have {num_spans} sentinels (<extra_id_0>, ...) for --max_length {max_length}, "
+                f"got {sentinels.index(None)}. Reduce --max_length."
             )
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Corrupt a block of at most `block_length` tokens; its key (epoch, number) and the seed decide the spans.
+        """Corrupt a block.
 
-        Return "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
+        Args:
+            block: At most `compute_block_length` token ids.
+            key: The epoch and the number of the block. With the seed, they determine the spans.
+
+        Returns:
+            "input_ids" and "attention_mask" [n], and "decoder_input_ids" and "labels" (-100 at padding) [t].
         """
-        generator = np.random.default_rng((self.seed, SPANS, *key))
-        inputs, targets, behind = [], [], 0
-        spans = noise_spans(len(block), self.density, self.mean_span, generator)
+        generator = np.random.default_rng((self.seed, SPANS_KEY, *key))
+        inputs, targets, previous_end = [], [], 0
+        spans = draw_noise_spans(len(block), self.density, self.mean_span, generator)
         for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
-            inputs += [block[behind:begin], [sentinel]]
+            inputs += [block[previous_end:begin], [sentinel]]
             targets += [[sentinel], block[begin:end]]
-            behind = end
-        ids = np.concatenate([*inputs, block[behind:], [self.eos_id]]).astype(np.int64)
+            previous_end = end
+        ids = np.concatenate([*inputs, block[previous_end:], [self.eos_id]]).astype(np.int64)
         labels = np.concatenate([*targets, [self.eos_id]]).astype(np.int64)
         return {
-            "input_ids": _padded(ids, self.input_length, self.pad_id),
+            "input_ids": _pad(ids, self.input_length, self.pad_id),
             "attention_mask": (np.arange(self.input_length) < len(ids)).astype(np.int64),
-            # T5's decoder starts with padding.
-            "decoder_input_ids": _padded(
-                np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id
-            ),
-            "labels": _padded(labels, self.target_length, IGNORED_LABEL),
+            # The decoder of T5 starts with the padding token.
+            "decoder_input_ids": _pad(np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id),
+            "labels": _pad(labels, self.target_length, IGNORED_LABEL),
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put the inputs' words into another order, always the same; sentinels, the end and padding stay."""
+        """Shuffle the words of the inputs, always in the same way. Sentinels, end tokens and padding do not move."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
         for row in ids:
@@ -179,26 +214,35 @@ class SpanCorruption:
         return batch | {"input_ids": ids}
 
 
-def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
+def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
+    """Pad token ids on the right."""
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 
-def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
+def compute_target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `PretrainingTask.row_sums` over the target tokens."""
     return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
-    """Train, evaluate, try whether the model reads its context, and save.
+    """Train a T5 model by span corruption, evaluate it, check whether it uses its context, and save it.
 
     Returns:
-        The results that `all_results.json` begins with: `eval_loss` (nats a target token), `eval_perplexity`,
-        `eval_accuracy`, `gate_passed` and what it saw, and those of `TrainingLoop.results`; its tokens are those of
-        inputs and targets.
+        The first results of `all_results.json`: `eval_loss` (nats per target token), `eval_perplexity`,
+        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`. Their token
+        counts include inputs and targets.
 
     Raises:
-        ValueError, OSError: if a setting, the text or the checkpoint is wrong; said before training where it can be.
-        NonFiniteLossError: if training diverged.
+        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
+        NonFiniteLossError: If training diverges.
+
+    Example:
+        ```python
+        settings = SpanCorruptionSettings(
+            model_name_or_path="t5-gqa4", train_file=("text.txt",), max_train_steps=1000, output_dir="out"
+        )
+        results = pretrain_span_corruption(settings)
+        ```
     """
     with open_session(settings) as accelerator:
         config, tokenizer = load_seq2seq_config(settings)
@@ -213,7 +257,7 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
             "span corruption",
             prepare,
             make_label_objective(compute_target_logits),
-            target_sums,
+            compute_target_sums,
             "target_tokens",
             prepare.shuffle_text,
             {"block_length": prepare.block_length, "target_length": prepare.target_length},

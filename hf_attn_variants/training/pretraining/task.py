@@ -1,4 +1,4 @@
-"""Parts that all pretraining objectives share: the run, its evaluation and the check that a model uses its context."""
+"""Parts of all pretraining objectives: the run, the evaluation, and the check that a model uses its context."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -32,35 +32,41 @@ __all__ = [
     "PreparedBlocks",
     "PretrainingTask",
     "TextEvaluator",
-    "attention_zeroed",
-    "context_results",
+    "compute_context_results",
+    "make_stream_batches",
     "pretrain",
     "shuffle_positions",
-    "stream_batches",
+    "zero_attention",
 ]
 
 logger = logging.getLogger(__name__)
 
 
 class BlockPreparation(Protocol):
-    """Makes an example of a block of tokens."""
+    """Preparation of an example from a block of tokens.
+
+    Attributes:
+        block_length: The length of a block in tokens.
+        separator: The token that ends each article.
+    """
 
     block_length: int
-    separator: int  # the token that ends each article
+    separator: int
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether it is called with another block of the text as well, or None."""
+        """Whether the preparation also takes another block of the text, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random.
+        """Return arrays that have the same shapes for every block.
 
-        Called with `block`, its `key` and, where it takes one, another block or None.
+        The arguments are `block`, its `key` and, if `takes_other_block` is true, another block or None. Randomness
+        depends only on `key` and on the seed of the run.
         """
 
 
 class PreparedBlocks(Dataset):
-    """Held-out blocks, prepared in the same way at every evaluation, and in every run of one seed."""
+    """Held-out blocks. They are prepared in the same way in every evaluation and in every run with the same seed."""
 
     def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
         self.blocks, self.prepare = blocks, prepare
@@ -71,23 +77,25 @@ class PreparedBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not self.prepare.takes_other_block:
             return self.prepare(self.blocks[index], (0, index))
-        # From far away: text nearby may be of the same article.
+        # The other block is far away, because neighboring text may be from the same article.
         other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
         return self.prepare(self.blocks[index], (0, index), other)
 
 
 @dataclass(frozen=True)
 class PretrainingTask:
-    """What is special about a way of pretraining.
+    """The parts in which a pretraining objective differs from others.
 
     Attributes:
-        name: shown above the curves.
-        row_sums: (model, batch) -> of each example the sum of its items' losses, how many of them are right, and how
-            many there are [b, 3]; with a sentence task also those three of its pair [b, 6].
-        items: what the number of items is called among the metrics.
-        shuffle: a batch -> the same with its words in another order, always the same one.
-        results: entries that `all_results.json` gets besides the shared ones.
-        without_context: what a model is called that does not read its context.
+        name: The title of the curves.
+        prepare: The preparation of examples.
+        objective: The training loss.
+        row_sums: Maps (model, batch) to sums over the items of each example: the loss, the number of correct items and
+            the number of items [b, 3]. A sentence task adds the same three sums of the pairs [b, 6].
+        items: The name of the number of items among the metrics.
+        shuffle: Maps a batch to the same batch with shuffled words. The order is always the same.
+        results: Additional entries of `all_results.json`.
+        without_context: The name of a model that does not use its context, such as "unigram".
     """
 
     name: str
@@ -100,7 +108,7 @@ class PretrainingTask:
     without_context: str = "unigram"
 
 
-def stream_batches(
+def make_stream_batches(
     settings: TrainingSettings,
     accelerator: Accelerator,
     sources: Sequence[TextSource],
@@ -108,7 +116,16 @@ def stream_batches(
     prepare: BlockPreparation,
     window: int,
 ) -> TrainingBatches:
-    """Make the training batches of a stream of text, shuffled within windows of so many blocks; see `TextStream`."""
+    """Make the training batches of a text stream.
+
+    Args:
+        settings: The settings of the run.
+        accelerator: The accelerator.
+        sources: The text.
+        tokenizer: The tokenizer.
+        prepare: The preparation of examples.
+        window: The number of blocks that are shuffled together (see `TextStream`).
+    """
     stream = TextStream(
         sources,
         tokenizer,
@@ -127,7 +144,7 @@ def stream_batches(
 
 
 class TextEvaluator(MetricEvaluator):
-    """Evaluates the dev text: "loss" (nats an item), "perplexity", "accuracy" and the number of items."""
+    """Evaluator of held-out text: "loss" (nats per item), "perplexity", "accuracy" and the number of items."""
 
     def __init__(
         self,
@@ -137,51 +154,61 @@ class TextEvaluator(MetricEvaluator):
         task: PretrainingTask,
         settings: PretrainingSettings,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.loader = accelerator, model, loader
         self.task, self.settings = task, settings
 
-    def _scores(self) -> dict[str, float]:
-        (loss, accuracy, items), *pairs = _means(self._sums())
-        perplexity = float(np.exp(min(loss, 700.0)))  # exp overflows above
+    def _compute_scores(self) -> dict[str, float]:
+        """Return the metrics of the held-out text."""
+        (loss, accuracy, items), *pairs = _compute_means(self._compute_sums())
+        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
         metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.task.items: items}
         if pairs and pairs[0][2]:
             metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
         return metrics
 
-    def _sums(self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch) -> list[float]:
+    def _compute_sums(
+        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
+    ) -> list[float]:
+        """Return the sums of `PretrainingTask.row_sums` over all rows, with batches that `change` modifies."""
+
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (self.task.row_sums(self.model, change(batch)),)
 
         dataset: Any = self.loader.dataset
-        in_order = range(len(dataset))
-        rows = run_rows(self.accelerator, self.model, self.loader, in_order, outputs, "dev", self.settings)[0]
-        return torch.from_numpy(rows).double().sum(0).tolist()  # not every device has float64
+        row_order = range(len(dataset))
+        rows = run_rows(self.accelerator, self.model, self.loader, row_order, outputs, "dev", self.settings)[0]
+        return torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
 
     def check_context(self) -> dict[str, Any]:
-        """Evaluate twice more, without word order and without attention; see `context_results`."""
-        shuffled = _means(self._sums(self.task.shuffle))[0][0]
-        with attention_zeroed(self.accelerator.unwrap_model(self.model)):
-            zeroed = _means(self._sums())[0][0]
-        return context_results(self.metrics["loss"], shuffled, zeroed)
+        """Evaluate the model without word order and without attention. See `compute_context_results`."""
+        shuffled = _compute_means(self._compute_sums(self.task.shuffle))[0][0]
+        with zero_attention(self.accelerator.unwrap_model(self.model)):
+            zeroed = _compute_means(self._compute_sums())[0][0]
+        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
 
 
-def _means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Return mean loss, share of right ones and number, of items and, where they are summed too, of pairs."""
-    threes = [sums[i : i + 3] for i in range(0, len(sums), 3)]
-    return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in threes]
+def _compute_means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
+    """Return the mean loss, the accuracy and the number of items, and the same of pairs if their sums are present."""
+    triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
+    return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
 
-# Nats that losing the word order, and losing attention, must each cost a model that has learned from context.
+# The minimum increase of the loss in nats without word order, and without attention, if a model uses its context.
 MIN_COST = 0.3
 
 
-def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
-    """Say whether a model reads its context: what losing the word order, and attention, costs it in nats a token.
+def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
+    """Return whether a model uses its context, from the increase of its loss without word order or attention.
+
+    Args:
+        loss: The loss in nats per token.
+        shuffled_loss: The loss with shuffled words.
+        zeroed_loss: The loss with zeroed attention outputs.
 
     Returns:
-        "gate_shuffled_loss", "gate_zeroed_attention_loss", their costs over `loss`, and "gate_passed": whether each is
-        at least `MIN_COST`.
+        "gate_shuffled_loss" and "gate_zeroed_attention_loss", the increases "gate_shuffled_cost" and
+        "gate_zeroed_attention_cost", and "gate_passed", which is true if both increases are at least `MIN_COST`.
     """
     costs = {"gate_shuffled_cost": shuffled_loss - loss, "gate_zeroed_attention_cost": zeroed_loss - loss}
     return {
@@ -193,9 +220,12 @@ def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> di
 
 
 def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the tokens of each example, with their labels, into another order; the first, the last and padding stay.
+    """Shuffle the tokens of each example together with their labels, always in the same way.
 
-    Return the batch ("input_ids", "attention_mask", "labels" [b, n]), the same for the same examples.
+    The first token, the last token and padding do not move.
+
+    Args:
+        batch: "input_ids", "attention_mask" and "labels" [b, n].
     """
     lengths = batch["attention_mask"].sum(-1).tolist()
     order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)
@@ -207,11 +237,11 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
-    """Replace what every attention of a BERT or ALBERT model found by zeros, before its output projection.
+def zero_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Replace the attention outputs of a model by zeros, before the output projections.
 
     Raises:
-        ValueError: if the architecture is not one of this package's.
+        ValueError: If this package does not support the architecture.
     """
     outputs = [module.get_submodule(site.output) for site, _, module in iterate_attentions(model)]
     hooks = [
@@ -233,19 +263,30 @@ def pretrain(
     text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
-    """Train, save, evaluate, and try whether the model reads its context.
+    """Train a model, save it, evaluate it, and check whether it uses its context.
 
-    The model was made or loaded with the run's seed set. Return the results that `all_results.json` begins with.
+    Args:
+        settings: The settings of the run.
+        accelerator: The accelerator.
+        model: The model. It must have been made or loaded after the seed of the run was set.
+        tokenizer: The tokenizer.
+        text: The text for training and evaluation.
+        task: The objective.
+
+    Returns:
+        The first results of `all_results.json`.
 
     Raises:
-        ValueError, OSError: if the text is wrong, or something cannot be written.
-        NonFiniteLossError: if training diverged.
+        ValueError, OSError: If the text is wrong, or if a file cannot be written.
+        NonFiniteLossError: If training diverges.
     """
     packing = tokenizer, task.prepare.block_length, task.prepare.separator
-    if text.train:  # text without a token is an error now
+    if text.train:  # raises an error now if the text has no tokens
         read_blocks(text.train, *packing, limit=1)
-    set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    batches = stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size)
+    set_seed(settings.seed, device_specific=True)  # each process has its own dropout
+    batches = make_stream_batches(
+        settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size
+    )
     total_steps = count_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
@@ -255,7 +296,7 @@ def pretrain(
         rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(
-                f"{text.dev[0].name} is too short: no token of the held-out text is masked, so nothing would be scored"
+                f"{text.dev[0].name} must have at least one masked token to evaluate, but has none. Use longer text."
             )
         workers = settings.dataloader_num_workers
         loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
@@ -288,29 +329,31 @@ def pretrain(
 
 
 def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
-    shown = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown, f"{task.name}: {get_model_name(settings)}")
+    """Write the results, and print their summary."""
+    shown_metrics = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
+    outputs.write_results(settings, results, shown_metrics, f"{task.name}: {get_model_name(settings)}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
     if "eval_sentence_accuracy" in results:
-        scores += f", of pairs {results['eval_sentence_accuracy']:.4f}"
+        scores += f", accuracy of pairs {results['eval_sentence_accuracy']:.4f}"
     print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}")
     if "gate_passed" in results:
         _print_context_check(results, task)
 
 
 def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None:
+    """Print whether the model uses its context, and warn if it does not."""
     print(
-        f"gate {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words cost "
-        f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention {results['gate_zeroed_attention_cost']:+.3f}; "
-        f"both must be at least {MIN_COST}"
+        f"context check {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words increase the loss by "
+        f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention by "
+        f"{results['gate_zeroed_attention_cost']:+.3f}; both must be at least {MIN_COST}"
     )
     if not results["gate_passed"]:
         logger.warning(
-            "this is still a %s model: it does not read its context, and no experiment on its attention shows "
-            "anything. Train it longer, or with a higher --learning_rate, longer warm-up, shorter --max_length or a "
-            "smaller vocabulary",
+            "The model is still a %s model. It does not use its context, so experiments on its attention show "
+            "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or "
+            "a smaller vocabulary.",
             task.without_context,
         )

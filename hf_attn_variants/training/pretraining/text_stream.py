@@ -1,4 +1,4 @@
-"""A stream of text from files or a `datasets` source, tokenized and packed into blocks."""
+"""A stream of text from files or a `datasets` source, which is tokenized and packed into blocks."""
 
 import hashlib
 import itertools
@@ -25,14 +25,14 @@ from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, 
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.tables import find_split_files
-from .settings import PretrainingSettings, TextSettings, check_evaluated
+from .settings import PretrainingSettings, TextSettings, check_held_out_flags
 
 __all__ = [
     "DatasetRows",
     "FolderFile",
-    "Place",
     "PretrainingText",
     "TextFile",
+    "TextPosition",
     "TextSource",
     "TextStream",
     "check_text_files",
@@ -46,55 +46,63 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Longer articles are cut at the next line end, and longer lines between words, so that a file without empty lines, or
-# without lines, is a stream as well.
+# Longer articles are cut at the next line end, and longer lines between words. Files without empty lines, or without
+# line ends, can then be streamed as well.
 MAX_ARTICLE_BYTES = 2**18
-# Bytes at either end of a file that stand for its content.
+# The number of bytes at the start and at the end of a file that are hashed instead of the whole file.
 HASHED_BYTES = 2**16
 
 
 class TextSource(Protocol):
-    """A shard of text that can be read from the middle."""
+    """A shard of text that can be read from any position."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the shard in error messages."""
 
     @property
     def keeps_whitespace(self) -> bool:
-        """Whether its line ends, tabs and runs of spaces are to be read; else each is one space."""
+        """Whether to keep line ends, tabs and runs of spaces. Otherwise, each run becomes one space."""
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield each article from `offset` on, with the offset that it begins at."""
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield the articles from `offset` on, each with its own offset."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A UTF-8 text file, plain or .gz, articles separated by empty lines; offsets are in bytes of text."""
+    """A UTF-8 text file (plain text or .gz) with articles that are separated by empty lines.
+
+    Offsets are in bytes of the uncompressed text.
+    """
 
     path: Path
     keeps_whitespace: bool = False
 
     @property
     def name(self) -> str:
+        """The name of the file in error messages."""
         return str(self.path)
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield each article from `offset` on, with the offset that it begins at.
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield the articles from `offset` on, each with its own offset.
 
         Raises:
-            OSError: if the file cannot be read, is no whole gzip file or is not UTF-8; the message names the file and
-                where in its text.
-            ValueError: if it has a null character, which no text has.
+            OSError: If the file cannot be read, is an incomplete gzip file, or is not UTF-8. The message names the
+                file and the position in its text.
+            ValueError: If the file has a null character, so that it is not text.
         """
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
                 by_returns = ends_by_returns(file)
                 file.seek(offset)
-                for line in itertools.chain(_lines(file, by_returns), [b""]):  # the end of the file ends an article
+                for line in itertools.chain(
+                    _read_lines(file, by_returns), [b""]
+                ):  # the end of the file ends an article
                     if b"\0" in line:
-                        raise ValueError(f"{self.path} holds a null character: it is no text, or not in UTF-8")
+                        raise ValueError(
+                            f"{self.path} must be UTF-8 text, but has a null character. Convert it to UTF-8."
+                        )
                     if line.strip():
                         lines.append(line)
                     size += len(line)
@@ -103,16 +111,18 @@ class TextFile:
                             yield begin, b"".join(lines).decode("utf-8" if begin else "utf-8-sig")
                         begin, lines, size = begin + size, [], 0
         except UnicodeDecodeError as error:
-            raise OSError(f"{self.path}: not UTF-8 text ({error.reason} in the article at byte {begin})") from error
+            problem = f"{error.reason} in the article at byte {begin}"
+            raise OSError(f"{self.path} must be UTF-8 text, got {problem}. Convert it to UTF-8.") from error
         except (OSError, EOFError, zlib.error) as error:
-            raise OSError(f"{self.path}: cannot be read beyond byte {begin + size} of its text ({error})") from error
+            raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
 
     def _open(self) -> BinaryIO:
+        """Open the file for reading bytes of its text."""
         return open_file(self.path)
 
 
-def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
-    """Yield a file's lines; of a longer one than an article may be parts, cut between words where there are any."""
+def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
+    """Yield the lines of a file. Split lines that are too long for an article, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
@@ -123,15 +133,15 @@ def _lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
                 rest = line
                 continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
-            cut = line.rfind(b" ") + 1 or _last_character(line) or len(line)
+            cut = line.rfind(b" ") + 1 or _find_last_character(line) or len(line)
             line, rest = line[:cut], line[cut:]
         yield line
     if rest:
         yield rest
 
 
-def _last_character(line: bytes) -> int:
-    """Return where the last character of UTF-8 begins, which may not be whole."""
+def _find_last_character(line: bytes) -> int:
+    """Return the start of the last UTF-8 character of a line. The character may be incomplete."""
     begin = len(line) - 1
     while begin and line[begin] & 0xC0 == 0x80:
         begin -= 1
@@ -140,7 +150,7 @@ def _last_character(line: bytes) -> int:
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """A shard of a streamed split of a `datasets` source, one article a row; offsets are row numbers in the shard."""
+    """A shard of a streamed split of a `datasets` source with one article per row. Offsets are row numbers."""
 
     name: str
     rows: datasets.IterableDataset
@@ -148,49 +158,48 @@ class DatasetRows:
     shard: int = 0
     keeps_whitespace: bool = False
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield each row's text from `offset` on, with the row's number.
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield the texts of the rows from `offset` on, each with its row number. Skip rows without a value.
 
         Raises:
-            OSError: if the shard cannot be read; the message says beyond which row. Formats that are read in blocks
-                fail before the first row of the block.
-            ValueError: if a row has no such column, or something else than text in it. A row without a value is left
-                out, as a blank one.
+            OSError: If the shard cannot be read. The message names the last row that was read. Formats that are read
+                in blocks fail before the first row of the block.
+            ValueError: If a row lacks the column, or has another value than a text.
         """
         rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
         for number in itertools.count(offset):
             try:
                 row = next(rows, None)
-            except Exception as error:  # every file format has errors of its own
-                # Arrow counts rows from the block that it reads.
+            except Exception as error:  # each file format raises its own types of errors
+                # Arrow counts rows from the start of the block that it reads, so its number is misleading.
                 reason = re.sub(r" in row \d+$", "", f"{type(error).__name__}: {error}")
-                raise OSError(f"{self.name}: cannot be read beyond row {number} ({reason})") from error
+                raise OSError(f"{self.name} cannot be read after row {number} ({reason}).") from error
             if row is None:
                 return
             text = row.get(self.column)
             if isinstance(text, str):
                 yield number, text
             elif self.column in row and text is None:
-                _warn_of_nothing(self.name, self.column, number)
+                _warn_about_missing_values(self.name, self.column, number)
             else:
-                raise _no_text(self.name, number, self.column, row)
+                raise _make_missing_text_error(self.name, number, self.column, row)
 
 
 @dataclass(frozen=True)
 class FolderFile:
-    """A table, or a .txt file with an article per line, of a local folder; offsets are row numbers."""
+    """A table, or a .txt file with one article per line, in a local folder. Offsets are row numbers."""
 
     name: str
     path: Path
     column: str = "text"
     keeps_whitespace: bool = False
 
-    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield each row's text from `offset` on, with the row's number; rows without a text are left out.
+    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield the texts of the rows from `offset` on, each with its row number. Skip blank texts.
 
         Raises:
-            OSError: if the file cannot be read.
-            ValueError: if a row does not fit the header or has no text in the column; the message names the row.
+            OSError: If the file cannot be read.
+            ValueError: If a row does not match the header or has no text in the column. The message names the row.
         """
         if is_table(self.path):
             rows = (record.values for record in read_records(self.path))
@@ -199,53 +208,55 @@ class FolderFile:
         for number, row in itertools.islice(enumerate(rows), offset, None):
             text = row.get(self.column)
             if not isinstance(text, str):
-                raise _no_text(self.name, number, self.column, row)
+                raise _make_missing_text_error(self.name, number, self.column, row)
             if not is_blank(text):
                 yield number, text
 
 
-def _no_text(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
+def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
+    """Return the error for a row without a text."""
     return ValueError(
-        f"{name}, row {number}: no text in the column {column!r}; the columns are {', '.join(row)}: give another "
-        "--text_column"
+        f"{name}, row {number}: There is no text in the column {column!r}; the columns are {', '.join(row)}. Set "
+        "--text_column to another column."
     )
 
 
 _warned: set[tuple[str, str]] = set()
 
 
-def _warn_of_nothing(name: str, column: str, number: int) -> None:
-    if (name, column) not in _warned:  # a shard is read in each epoch, and from many places
+def _warn_about_missing_values(name: str, column: str, number: int) -> None:
+    """Warn about rows without a value, once per shard and column."""
+    if (name, column) not in _warned:  # each epoch reads a shard again
         _warned.add((name, column))
-        logger.warning("%s: rows without a value in the column %r are left out; row %d is one", name, column, number)
+        logger.warning("%s: Rows without a value in the column %r are left out, such as row %d.", name, column, number)
 
 
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
-    """Open text files and read the first article of each.
+    """Open text files, and read the first article of each.
 
     Raises:
-        OSError: if one is not there, or cannot be read.
-        ValueError: if one is a table, or holds no text.
+        OSError: If a file does not exist or cannot be read.
+        ValueError: If a file is a table or has no text.
     """
     files = [TextFile(Path(path), keeps_whitespace) for path in paths]
     for file in files:
         if not file.path.exists():
-            raise FileNotFoundError(f"there is no file {file.path}")
+            raise FileNotFoundError(f"There is no file {file.path}. Correct the path.")
         if file.path.is_dir():
-            raise OSError(f"{file.path} is a folder; give its files, {file.path}/*.txt.gz for example")
+            raise OSError(f"{file.path} must be a file, but is a folder. Give files, such as {file.path}/*.txt.gz.")
         if is_table(file.path):
             raise ValueError(
-                f"{file.path} is a table, and would be read as text, names of columns with it: write its texts into a "
-                ".txt file, or give the table's folder by --dataset_name, with the column of the texts"
+                f"{file.path} must be a text file, but is a table. Write its texts into a .txt file, or give the "
+                "folder of the table to --dataset_name and the column of the texts to --text_column."
             )
-        # A byte-order mark alone is an article without a character.
-        if not any(text.strip() for _, text in file.articles()):
-            raise ValueError(f"{file.path} holds no text")
+        # A file with only a byte-order mark has one article without a character.
+        if not any(text.strip() for _, text in file.read_articles()):
+            raise ValueError(f"{file.path} must have text, but has none.")
     return files
 
 
 def hash_files(files: Iterable[TextFile]) -> str:
-    """Hash the files' names, sizes, beginnings and ends: a corpus is too large to be read for it."""
+    """Hash the names, sizes, first bytes and last bytes of files. Hashing a whole corpus would take too long."""
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
@@ -260,7 +271,14 @@ def hash_files(files: Iterable[TextFile]) -> str:
 
 @dataclass(frozen=True)
 class PretrainingText:
-    """The shards to train on, those held out (none: no evaluation), and what tells either from other text."""
+    """The text of a pretraining run.
+
+    Attributes:
+        train: The shards for training.
+        dev: The shards for the evaluation. Empty if there is no evaluation.
+        train_fingerprint: Values that identify the training text.
+        dev_fingerprint: Values that identify the text of the evaluation.
+    """
 
     train: Sequence[TextSource]
     dev: Sequence[TextSource]
@@ -269,22 +287,22 @@ class PretrainingText:
 
 
 def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
-    """Open the text of a pretraining.
+    """Open the text of a pretraining run.
 
     Raises:
-        OSError, ValueError: as `open_text`, or if there is no text to evaluate on, and a flag needs it.
+        OSError, ValueError: As for `open_text`, or if there is no held-out text and a flag needs it.
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
-        check_evaluated(settings, f": {settings.dataset_name} has no split 'validation'")
+        check_held_out_flags(settings, f", but {settings.dataset_name} has no split 'validation'")
     return text
 
 
 def open_text(settings: TextSettings) -> PretrainingText:
-    """Open the text to train on, and that to evaluate on: files, or the splits of a dataset.
+    """Open the text for training and for the evaluation, from files or from the splits of a dataset.
 
     Raises:
-        OSError, ValueError: if a file or dataset cannot be read, or holds no text.
+        OSError, ValueError: If a file or a dataset cannot be read, or if it has no text.
     """
     keeps = settings.keep_whitespace
     files = check_text_files(settings.validation_file or [], keeps)
@@ -292,43 +310,47 @@ def open_text(settings: TextSettings) -> PretrainingText:
     train: Sequence[TextSource]
     dev_hash, names = hash_files(files), {}
     if settings.dataset_name is None:
-        train = given = check_text_files(settings.train_file or [], keeps)
-        train_hash = hash_files(given)
+        train = train_files = check_text_files(settings.train_file or [], keeps)
+        train_hash = hash_files(train_files)
     else:
-        # `datasets` reads JSON as it is written, and streams it; CSV by the guesses of pandas.
+        # `datasets` can stream JSON. It would read CSV files with pandas, which guesses the types of the columns.
         local = find_split_files(settings, (".csv", ".tsv", ".txt"))
         split_files: Mapping[str, Sequence[str]]
         split_files, splits = (local, None) if local is not None else _open_dataset(settings)
-        there: Mapping[str, Any] = split_files if splits is None else splits
-        if "train" not in there:
-            raise ValueError(f"--dataset_name {settings.dataset_name} has no split 'train', only {', '.join(there)}")
-        if not dev and "validation" in there:
-            dev = _dataset_shards(settings, splits, split_files, "validation")
+        available: Mapping[str, Any] = split_files if splits is None else splits
+        if "train" not in available:
+            raise ValueError(
+                f"--dataset_name must have a split 'train', but {settings.dataset_name} has only "
+                f"{', '.join(available)}."
+            )
+        if not dev and "validation" in available:
+            dev = _open_dataset_shards(settings, splits, split_files, "validation")
             dev_hash = _hash_dataset(split_files.get("validation", ()))
-        train = _dataset_shards(settings, splits, split_files, "train")
+        train = _open_dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    # None where there is nothing to say, as in the checkpoints of earlier versions.
+    # The value is None by default, because checkpoints of earlier versions lack it.
     names |= {"keep_whitespace": keeps or None}
     fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
     return PretrainingText(train, dev, *fingerprints)
 
 
 def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
-    """Find the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
+    """Return the paths or addresses of the files of each split, if known, and the streamed splits."""
     named = (settings.dataset_name, settings.dataset_config_name)
     files: Mapping[str, Sequence[str]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        # A stream needs a cache only while it is opened.
+        # Streaming needs a cache only while the dataset is opened.
         cache = None if _is_writable(Path(datasets.config.HF_DATASETS_CACHE)) else temporary
         try:
             files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
             return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
-        except Exception as error:  # `datasets`, the Hub's client and each file format have errors of their own
-            raise _opening_error(f"{settings.dataset_name}", files, error) from error
+        except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
+            raise _make_opening_error(f"{settings.dataset_name}", files, error) from error
 
 
 def _is_writable(folder: Path) -> bool:
+    """Return whether a folder exists or can be made, and is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -336,22 +358,24 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
+def _make_opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
+    """Return the error for a dataset that cannot be opened, with advice."""
     reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, StopIteration):  # where `datasets` looks for columns
+    if isinstance(error, StopIteration):  # `datasets` raises it when it looks for columns
         reason = "a file without a row"
     advice = ""
     if isinstance(error, PermissionError):
-        advice = "; if this is the cache, HF_HOME names another folder for it"
+        advice = " If this is the cache, set HF_HOME to another folder."
     elif files:
-        advice = f"; look at its first file, {next(iter(files.values()))[0]}"
+        advice = f" Check its first file, {next(iter(files.values()))[0]}."
     kind = OSError if isinstance(error, OSError | EOFError) else ValueError
-    return kind(f"--dataset_name {name}: cannot be opened ({reason}){advice}")
+    return kind(f"--dataset_name {name} cannot be opened ({reason}).{advice}")
 
 
-def _dataset_shards(
+def _open_dataset_shards(
     settings: TextSettings, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
+    """Return the shards of a split, and check that there is at least one row with text."""
     shards: Sequence[TextSource]
     names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
     if splits is None:
@@ -367,35 +391,42 @@ def _dataset_shards(
             DatasetRows(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
             for i, name in enumerate(names)
         ]
-    # A wrong column is an error now.
-    if all(next(shard.articles(), None) is None for shard in shards):
-        raise ValueError(f"{settings.dataset_name} ({split}) holds no row")
+    # Read one article, so that a wrong column is an error now.
+    if all(next(shard.read_articles(), None) is None for shard in shards):
+        raise ValueError(f"{settings.dataset_name} ({split}) must have at least one row, but has none.")
     return shards
 
 
 def _hash_dataset(files: Sequence[str]) -> str:
+    """Hash the files of a split. Files on the Hub are represented by their addresses."""
     paths = [Path(file) for file in files]
     if all(path.is_file() for path in paths):
         return hash_files(TextFile(path) for path in paths)
-    # An address on the Hub holds the revision.
+    # An address on the Hub contains the revision.
     return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
 
 
-# Texts handed to the tokenizer at a time.
-TOKENIZER_BATCH = 32
-# What random numbers are for, so that no two uses share them.
+# The number of texts per call of the tokenizer.
+TEXTS_PER_CALL = 32
+# The keys of the random numbers of this module. No other use shares them.
 SHARD_ORDER, WINDOW_ORDER = 0, 1
 
 
-class Place(NamedTuple):
-    """Where a block begins: in which shard of the epoch's order, at which article, after how many of its tokens."""
+class TextPosition(NamedTuple):
+    """The position of the start of a block.
+
+    Attributes:
+        shard: The shard, in the order of the epoch.
+        offset: The offset of the article in the shard.
+        token: The number of tokens of the article before the block.
+    """
 
     shard: int = 0
     offset: int = 0
     token: int = 0
 
 
-TEXT_BEGIN = Place()
+TEXT_START = TextPosition()
 
 
 def pack_blocks(
@@ -403,49 +434,52 @@ def pack_blocks(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     separator: int,
-    start: Place = TEXT_BEGIN,
-) -> Iterator[tuple[np.ndarray, Place]]:
-    """Cut the tokens of all articles into blocks of one length; the last one is shorter.
+    start: TextPosition = TEXT_START,
+) -> Iterator[tuple[np.ndarray, TextPosition]]:
+    """Cut the tokens of all articles into blocks of equal length. The last block may be shorter.
 
     Args:
-        tokenizer: a fast tokenizer; no special tokens are added, and those that the text spells out are left out.
-        separator: the token that ends each article.
-        start: where the first block begins.
+        sources: The text.
+        tokenizer: A fast tokenizer. It adds no special tokens, and special tokens that occur in the text are removed.
+        length: The length of a block in tokens.
+        separator: The token that ends each article.
+        start: The position of the first block.
 
     Yields:
-        A block's token ids [length], and the place where it begins.
+        The token ids of a block [length], and the position of its start.
     """
-    reserved = _reserved_ids(tokenizer)
+    reserved = _get_reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)
-    # Where in `rest` each article begins, and which place of the text that is.
-    begins: list[tuple[int, Place]] = []
+    # The index in `rest` and the position of each article that begins in `rest`.
+    begins: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
-        for offset, tokens in _tokenized(source, tokenizer, first, separator, reserved):
+        for offset, tokens in _tokenize_articles(source, tokenizer, first, separator, reserved):
             skipped = start.token if (shard, offset) == start[:2] else 0
-            begins.append((len(rest), Place(shard, offset, skipped)))
+            begins.append((len(rest), TextPosition(shard, offset, skipped)))
             rest = np.concatenate([rest, tokens[skipped:]])
             whole = len(rest) // length
             for i in range(whole):
-                yield rest[i * length : (i + 1) * length], _place_at(begins, i * length)
+                yield rest[i * length : (i + 1) * length], _get_position(begins, i * length)
             if whole:
-                begins = _without(begins, whole * length)
+                begins = _drop_tokens(begins, whole * length)
                 rest = rest[whole * length :]
     if len(rest):
-        yield rest, _place_at(begins, 0)
+        yield rest, _get_position(begins, 0)
 
 
-def _tokenized(
+def _tokenize_articles(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    articles = source.articles(offset)
-    while batch := list(itertools.islice(articles, TOKENIZER_BATCH)):
+    """Yield the tokens of the articles of a shard, each with its offset. Skip articles without tokens."""
+    articles = source.read_articles(offset)
+    while batch := list(itertools.islice(articles, TEXTS_PER_CALL)):
         encoded = tokenizer(
             [text.strip("\r\n") if source.keeps_whitespace else " ".join(text.split()) for _, text in batch],
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # articles are longer than the model: no warning
+            verbose=False,  # do not warn that articles are longer than the input of the model
         )["input_ids"]
         for (begin, _), ids in zip(batch, encoded, strict=True):
             tokens = np.asarray(ids, dtype=np.int64)
@@ -454,10 +488,10 @@ def _tokenized(
                 yield begin, np.append(tokens, separator)
 
 
-def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the token ids that text may not hold: special tokens, but the unknown one, and sentinels.
+def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the token ids that are removed from text: special tokens except the unknown token, and sentinels.
 
-    Not `all_special_ids`: some tokenizers count punctuation among them.
+    `all_special_ids` is not used, because it includes punctuation for some tokenizers.
     """
     ids = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -465,15 +499,17 @@ def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
 
 
-def _place_at(begins: list[tuple[int, Place]], index: int) -> Place:
+def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
+    """Return the position of a token of `rest` in `pack_blocks`."""
     begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
 
-def _without(begins: list[tuple[int, Place]], cut: int) -> list[tuple[int, Place]]:
-    # The article that the cut falls into goes on at index 0.
+def _drop_tokens(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
+    """Return the starts of the articles after the first `cut` tokens of `rest` in `pack_blocks` are removed."""
+    # The rest of the article that contains the cut begins at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
-    return [(0, _place_at(begins, cut)), *later]
+    return [(0, _get_position(begins, cut)), *later]
 
 
 def read_blocks(
@@ -483,31 +519,38 @@ def read_blocks(
     separator: int,
     limit: int | None = None,
 ) -> list[np.ndarray]:
-    """Read the first `limit` blocks of a text (None: all) into memory, in order; see `pack_blocks`.
+    """Read the first `limit` blocks of a text into memory, or all blocks if `limit` is None. See `pack_blocks`.
 
     Raises:
-        ValueError: if the tokenizer makes no token of the text.
+        ValueError: If the text has no tokens.
     """
     blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
     if not blocks:
         more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
-        raise ValueError(f"{sources[0].name}{more} holds no text that the tokenizer makes a token of")
+        raise ValueError(f"{sources[0].name}{more} must have text with tokens, but the tokenizer returned none.")
     return blocks
 
 
 class TextStream(IterableDataset):
-    """Batches of prepared blocks, the same on any number of processes and from wherever a run resumes.
+    """Batches of prepared blocks. They do not depend on the number of processes, or on where a run is resumed.
 
-    Every process reads all of the text and prepares its own rows of each batch; one that a last batch is too small
-    for gets a row with nothing to predict. `start_epoch` and `seek` come before iteration, as `TrainingLoop` calls
-    them.
+    Every process reads the whole text and prepares its own rows of each batch. If the last batch is too small for all
+    processes, a process without a row gets a row without labels. `TrainingLoop` calls `start_epoch` and `seek` before
+    the iteration.
 
     Args:
-        length, separator: tokens a block, and the one that ends each article; see `pack_blocks`.
-        prepare: (token ids, (epoch, number of the block in it)) -> arrays of one shape for every block; anything
-            random in it must be drawn from those two numbers.
-        window: blocks that are shuffled among themselves; they are held in memory.
-        with_other: hand `prepare` another block of the same window as well; None where the window has one alone.
+        sources: The text.
+        tokenizer: The tokenizer.
+        length: The length of a block in tokens.
+        separator: The token that ends each article. See `pack_blocks`.
+        prepare: Maps (token ids, (epoch, number of the block in the epoch)) to arrays that have the same shapes for
+            every block. Randomness must depend only on these two numbers.
+        batch_size: The number of rows per process.
+        seed: The seed of the run.
+        window: The number of blocks that are held in memory and shuffled together.
+        process_index: The index of this process.
+        num_processes: The number of processes.
+        with_other: Whether to also pass another block of the same window to `prepare`, or None if there is only one.
     """
 
     def __init__(
@@ -531,19 +574,19 @@ class TextStream(IterableDataset):
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch that `__iter__` yields, from its beginning."""
-        self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_BEGIN]
+        """Select the epoch that `__iter__` yields, from its first batch."""
+        self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_START]
 
     def seek(self, batches: int, position: list[int]) -> None:
-        """Go to the batch after the first `batches` ones of the epoch; `position` is the last one's."""
+        """Skip the first `batches` batches of the epoch. `position` is the "position" of the last one."""
         self._used, self._position = batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield tensors [b, ...] of what `prepare` makes; "position", which `seek` takes; and "examples", b or 0."""
+        """Yield batches with the prepared tensors [b, ...], "position" for `seek`, and "examples" (b or 0)."""
         rows = self._numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
-            # Every process must take the step: without a row of its own, with a copy of the last one.
+            # Every process must take part in the step. Without a row of its own, it gets a copy of the last row.
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
@@ -553,21 +596,23 @@ class TextStream(IterableDataset):
             yield stack_rows(prepared) | counts
 
     def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
+        """Yield the number and the tokens of each block, the position of its window, and another block if needed."""
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
-        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, Place(*place))
-        while found := list(itertools.islice(blocks, self.window)):
-            position = [window, number, *found[0][1]]
-            shuffled = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window)).permutation(len(found))
+        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, TextPosition(*place))
+        while window_blocks := list(itertools.islice(blocks, self.window)):
+            position = [window, number, *window_blocks[0][1]]
+            generator = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window))
+            shuffled = generator.permutation(len(window_blocks))
             for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
-                other = found[following][0] if len(found) > 1 else None
+                other = window_blocks[following][0] if len(window_blocks) > 1 else None
                 if number >= self._used:
-                    yield number, found[i][0], position, (other,) if self.with_other else ()
+                    yield number, window_blocks[i][0], position, (other,) if self.with_other else ()
                 number += 1
             window += 1
 
 
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stack prepared blocks into a batch of tensors [b, ...]."""
+    """Stack prepared blocks to a batch of tensors [b, ...]."""
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

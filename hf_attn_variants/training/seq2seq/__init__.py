@@ -1,1 +1,1 @@
-"""Text to text: parallel text and tables, GLUE and SQuAD in words."""
+"""Text-to-text tasks: translation, summarization, tables, and GLUE and SQuAD as text."""

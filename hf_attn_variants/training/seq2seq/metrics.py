@@ -1,4 +1,4 @@
-"""BLEU, chrF and ROUGE of generated texts, and the tokenizers that suit the script of a target language."""
+"""BLEU, chrF and ROUGE of generated texts, and tokenizers for the script of a target language."""
 
 import importlib.util
 import logging
@@ -19,95 +19,102 @@ __all__ = [
     "TextMetric",
     "UnicodeTokenizer",
     "choose_tokenizer",
+    "get_text_metric",
     "is_ascii_writing",
     "log_tokenizer",
     "score_texts",
-    "text_metric",
 ]
 
 logger = logging.getLogger(__name__)
 
-# The beginning of the Unicode names of letters that are written without spaces between words.
+# The beginnings of the Unicode names of letters in scripts that have no spaces between words.
 KANA = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
 UNSPACED = ("CJK", *KANA, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-# Shares of letters: Chinese tokenization divides words of other scripts as 13a does, that by characters does not.
-LEAST_CHINESE, LEAST_KANA, LEAST_OTHER = 0.1, 0.05, 0.1
-SHOWN_LETTERS = 200_000
-# sacrebleu's tokenizer for a language, by the first two or three letters of `--target_lang`.
+# Minimum shares of letters. The Chinese tokenizer splits words of other scripts as 13a does, so a few Chinese letters
+# suffice. The tokenizer "char" splits all words into characters.
+MIN_CHINESE_SHARE, MIN_KANA_SHARE, MIN_OTHER_SHARE = 0.1, 0.05, 0.1
+MAX_COUNTED_LETTERS = 200_000
+# The tokenizer of sacrebleu for a language, by the first letters of --target_lang.
 LANGUAGES = {"zh": "zh", "zho": "zh", "yue": "zh", "ja": "ja", "jpn": "ja"}
 LANGUAGES |= dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char")
 
 
 def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
-    """Return the tokenizer of sacrebleu that suits the writing system of right texts.
+    """Return the tokenizer of sacrebleu that fits the script of reference texts.
 
     Args:
-        references: the texts; the first 200,000 letters decide, if `target_lang` does not.
-        target_lang: the language, as a tokenizer calls it ("zh_CN", "jpn_Jpan", "th").
+        references: The texts. The first 200,000 letters are examined if `target_lang` does not decide.
+        target_lang: The language in the spelling of a tokenizer ("zh_CN", "jpn_Jpan", "th").
 
     Returns:
-        "zh" for Chinese; "ja-mecab" for Japanese, or "char" if its packages are not installed; "char" for Thai, Lao,
-        Khmer, Burmese and Tibetan; "13a", sacrebleu's default, for scripts with spaces between words.
+        "zh" for Chinese, "ja-mecab" for Japanese ("char" if its packages are not installed), "char" for Thai, Lao,
+        Khmer, Burmese and Tibetan, and "13a", the default of sacrebleu, for scripts with spaces between words.
+
+    Example:
+        ```python
+        choose_tokenizer(["A dog runs."])  # "13a"
+        ```
     """
     language = LANGUAGES.get(re.split(r"[^a-z]", (target_lang or "").lower())[0])
     if language is None:
-        counts = _scripts(references)
+        counts = _count_scripts(references)
         total, kana = sum(counts.values()), sum(counts[name] for name in KANA)
         chinese = counts["CJK"] + counts["BOPOMOFO"] + kana
         other = sum(counts[name] for name in UNSPACED) - chinese
         language = "13a"
-        if other > max(LEAST_OTHER * total, chinese):
+        if other > max(MIN_OTHER_SHARE * total, chinese):
             language = "char"
-        elif chinese > LEAST_CHINESE * total:
-            language = "ja" if kana > LEAST_KANA * chinese else "zh"
+        elif chinese > MIN_CHINESE_SHARE * total:
+            language = "ja" if kana > MIN_KANA_SHARE * chinese else "zh"
     if language == "ja":
         has_mecab = all(importlib.util.find_spec(name) is not None for name in ("MeCab", "ipadic"))
         return "ja-mecab" if has_mecab else "char"
     return language
 
 
-def log_tokenizer(name: str, is_given: bool) -> None:
-    """Log the tokenizer that BLEU uses, and how to name another one."""
-    if not is_given:
-        logger.info("BLEU is computed with sacrebleu's tokenizer %r; --tokenize names another one", name)
+def log_tokenizer(name: str, is_user_choice: bool) -> None:
+    """Log the tokenizer of BLEU, and the flag to change it, unless the user has chosen it."""
+    if not is_user_choice:
+        logger.info("BLEU uses the tokenizer %r of sacrebleu. Set --tokenize to use another one.", name)
 
 
 def is_ascii_writing(texts: Iterable[str]) -> bool:
-    """Return whether less than a tenth of the letters lie outside a-z, so that rouge_score's own tokenizer fits."""
-    counts = _scripts(texts)
-    return counts["ASCII"] >= (1 - LEAST_OTHER) * sum(counts.values())
+    """Return whether at least 90 % of the letters are a to z, so that the tokenizer of rouge_score fits."""
+    counts = _count_scripts(texts)
+    return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
 
 
-def _scripts(texts: Iterable[str]) -> Counter[str]:
-    """Count letters by the unspaced script that they belong to, "ASCII", or "" for others."""
+def _count_scripts(texts: Iterable[str]) -> Counter[str]:
+    """Count letters by their script without spaces, as "ASCII", or as "" for others."""
     characters: Counter[str] = Counter()
     for text in texts:
         characters.update(text)
-        if characters.total() > SHOWN_LETTERS:
+        if characters.total() > MAX_COUNTED_LETTERS:
             break
     counts: Counter[str] = Counter()
     for character, count in characters.items():
         if character.isalpha():
-            counts["ASCII" if character.isascii() else _unspaced(character)] += count
+            counts["ASCII" if character.isascii() else _get_unspaced_script(character)] += count
     return counts
 
 
-def _unspaced(character: str) -> str:
+def _get_unspaced_script(character: str) -> str:
+    """Return the script without spaces that a letter belongs to, or "" for others."""
     name = unicodedata.name(character, "")
     return next((script for script in UNSPACED if name.startswith(script)), "")
 
 
 class UnicodeTokenizer:
-    """Words of letters, marks and digits of every script; in scripts without spaces each character is a word."""
+    """Tokenizer for words of letters, marks and digits. In scripts without spaces, each character is a word."""
 
     def tokenize(self, text: str) -> list[str]:
-        """Return the words of a text, in lower case."""
+        """Return the lowercase words of a text."""
         parts: list[str] = []
         for character in unicodedata.normalize("NFC", text.lower()):
             is_word = unicodedata.category(character)[0] in "LMN"
             if not is_word:
                 parts.append(" ")
-            elif not character.isascii() and _unspaced(character):
+            elif not character.isascii() and _get_unspaced_script(character):
                 parts.append(f" {character} ")
             else:
                 parts.append(character)
@@ -115,25 +122,31 @@ class UnicodeTokenizer:
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-# Also the ends of Hindi, Arabic, Urdu, Chinese and Japanese sentences; behind the last two there is no space.
+# Also the ends of Hindi, Arabic, Urdu, Chinese and Japanese sentences. No space follows in Chinese and Japanese.
 SENTENCE_END = re.compile("(?<=[.!?\u0964\u061f\u06d4])\\s+|(?<=[\u3002\uff01\uff1f])\\s*")
 
-# What a metric of others' is tried on.
-TRIAL = ("A dog runs.", "Two cats sleep in the sun.")
+# The texts for the trial of a foreign metric.
+TRIAL_TEXTS = ("A dog runs.", "Two cats sleep in the sun.")
 
-# One or more right texts of each prediction.
+# One or more reference texts per prediction.
 References = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric over texts: the names of its values, and the function from predictions and references to them."""
+    """A metric of texts.
+
+    Attributes:
+        names: The names of its values.
+        score: Maps (predictions, references) to the named values.
+    """
 
     names: tuple[str, ...]
     score: Callable[..., dict[str, float]]
 
 
-def _bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
+def _compute_bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
+    """Compute BLEU."""
     import sacrebleu
 
     tokenize = tokenize or choose_tokenizer(text for row in references for text in row)
@@ -141,30 +154,34 @@ def _bleu(predictions: Sequence[str], references: References, tokenize: str | No
     return {"bleu": sacrebleu.corpus_bleu(list(predictions), streams, tokenize=tokenize).score}
 
 
-def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
+    """Compute chrF."""
     import sacrebleu
 
-    # It wants the first reference of every row, then the second, ...; None where a row has fewer.
+    # sacrebleu expects the first references of all rows, then the second ones, with None if a row has fewer.
     streams = list(zip_longest(*references))
     return {"chrf": sacrebleu.corpus_chrf(list(predictions), streams).score}
 
 
-def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
+    """Compute ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    def lines(text: str) -> str:  # a line is a sentence to rougeLsum, and T5's tokenizer generates none
+    def split_sentences(text: str) -> str:  # rougeLsum takes lines as sentences, and models generate no line ends
         return SENTENCE_END.sub("\n", text)
 
-    own = None if is_ascii_writing(text for row in references for text in row) else UnicodeTokenizer()
-    scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=own)
+    is_ascii = is_ascii_writing(text for row in references for text in row)
+    tokenizer = None if is_ascii else UnicodeTokenizer()
+    scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=tokenizer)
     scores = [
-        scorer.score_multi([lines(reference) for reference in row], lines(text))
+        scorer.score_multi([split_sentences(reference) for reference in row], split_sentences(text))
         for text, row in zip(predictions, references, strict=True)
     ]
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE_TYPES}
 
 
-def _accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _compute_accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
+    """Compute the share of texts that equal a reference."""
     right = [
         text.strip() in {reference.strip() for reference in row}
         for text, row in zip(predictions, references, strict=True)
@@ -172,29 +189,29 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
     return {"accuracy": sum(right) / len(right)}
 
 
-# BLEU with the tokenizer for the references' script, chrF with sacrebleu's defaults (0 to 100); ROUGE F-measures (0 to
-# 100), with Porter stemming where the letters are a to z; accuracy: the share of texts that are a reference, spaces
-# around them aside.
+# BLEU uses the tokenizer for the script of the references. chrF has the defaults of sacrebleu. Both are from 0 to 100.
+# ROUGE is the F-measure (0 to 100), with Porter stemming if the letters are a to z. The accuracy is the share of texts
+# that equal a reference, ignoring surrounding whitespace.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), _bleu),
-    "chrf": TextMetric(("chrf",), _chrf),
-    "rouge": TextMetric(ROUGE_TYPES, _rouge),
-    "accuracy": TextMetric(("accuracy",), _accuracy),
+    "bleu": TextMetric(("bleu",), _compute_bleu),
+    "chrf": TextMetric(("chrf",), _compute_chrf),
+    "rouge": TextMetric(ROUGE_TYPES, _compute_rouge),
+    "accuracy": TextMetric(("accuracy",), _compute_accuracy),
 }
 
 
-def text_metric(name: str) -> TextMetric:
-    """Return a metric by its name, or one of `evaluate` by its script or repository, whose code is run.
+def get_text_metric(name: str) -> TextMetric:
+    """Return a metric by its name, or a metric of `evaluate` by its script or repository. The code of it is run.
 
     Raises:
-        ValueError: if `evaluate` cannot load it, or it makes no number of texts.
+        ValueError: If `evaluate` cannot load the metric, or if it returns no number for texts.
     """
-    return TEXT_METRICS.get(name) or _loaded(name)
+    return TEXT_METRICS.get(name) or _load_evaluate_metric(name)
 
 
 @cache
-def _loaded(name: str) -> TextMetric:
-    """Load a metric of `evaluate`, and try it on two texts: that says what its numbers are called."""
+def _load_evaluate_metric(name: str) -> TextMetric:
+    """Load a metric of `evaluate`, and compute it for two texts to get the names of its values."""
     import evaluate
     from datasets import Value
 
@@ -202,21 +219,25 @@ def _loaded(name: str) -> TextMetric:
     try:
         metric = evaluate.load(str(path) if path.exists() else name, keep_in_memory=True)
         formats = metric.features if isinstance(metric.features, list) else [metric.features]
-        takes_one = all(isinstance(each["references"], Value) for each in formats)
+        takes_one = all(isinstance(columns["references"], Value) for columns in formats)
 
         def score(predictions: Sequence[str], references: References) -> dict[str, float]:
             if takes_one and any(len(row) > 1 for row in references):
-                raise ValueError(f"--metrics {name} takes one reference a text, and there are rows with more")
+                raise ValueError(
+                    f"--metrics {name} needs one reference per text, but some rows have more. Use another metric."
+                )
             rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
-            found = metric.compute(predictions=list(predictions), references=rows)
-            return {key: float(value) for key, value in found.items() if isinstance(value, Real)}
+            values = metric.compute(predictions=list(predictions), references=rows)
+            return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
 
-        names = tuple(score(TRIAL, [(text,) for text in TRIAL]))
-    except Exception as error:  # of others' code
+        names = tuple(score(TRIAL_TEXTS, [(text,) for text in TRIAL_TEXTS]))
+    except Exception as error:  # foreign code can raise any error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"--metrics {name} cannot score texts against references ({reason})") from error
+        raise ValueError(
+            f"--metrics {name} cannot score texts against references ({reason}). Use another metric."
+        ) from error
     if not names:
-        raise ValueError(f"--metrics {name} makes no number of texts and references")
+        raise ValueError(f"--metrics {name} returns no number for texts and references. Use another metric.")
     return TextMetric(names, score)
 
 
@@ -227,27 +248,36 @@ def score_texts(
     trust_remote_code: bool = False,
     tokenize: str | None = None,
 ) -> dict[str, float]:
-    """Compute metrics by name, of one text a row and the texts that are right for it.
+    """Compute metrics of generated texts.
 
-    To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
+    ROUGE-Lsum compares sentences. A sentence ends at a line end, or after ".", "!" or "?" before a space.
 
     Args:
-        names: as `check_text_metrics` takes them.
-        predictions: a text a row.
-        references: a row's right texts, one or more.
-        trust_remote_code: whether code of the Hub may be run.
-        tokenize: sacrebleu's tokenizer for BLEU; None: the one for the references' script.
+        names: The metrics, as for `check_text_metrics`.
+        predictions: One text per row.
+        references: One or more reference texts per row.
+        trust_remote_code: Whether code from the Hub may be run.
+        tokenize: The tokenizer of sacrebleu for BLEU. None: the tokenizer for the script of the references.
+
+    Returns:
+        The values of the metrics.
 
     Raises:
-        ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.
+        ValueError: If a metric is unknown, if its package is missing, or if the numbers of rows differ.
+
+    Example:
+        ```python
+        score_texts(["chrf"], ["A dog runs."], [["A dog runs."]])  # {"chrf": 100.0}
+        ```
     """
     check_text_metrics(names, trust_remote_code)
     if not predictions or len(predictions) != len(references) or not all(references):
         raise ValueError(
-            f"metrics need texts and as many rows of references, got {len(predictions)} and {len(references)}"
+            f"There must be equally many predictions and references, and at least one, got {len(predictions)} and "
+            f"{len(references)}."
         )
     values: dict[str, float] = {}
     for name in names:
         options = {"tokenize": tokenize} if name == "bleu" else {}
-        values |= text_metric(name).score(predictions, references, **options)
+        values |= get_text_metric(name).score(predictions, references, **options)
     return values

@@ -1,4 +1,4 @@
-"""The settings of training on text to text."""
+"""Settings of fine-tuning on text-to-text tasks."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGH
 from ..engine.settings import EncoderDecoderVariantSettings, FineTuningSettings, LanguageSettings, NewModelSettings
 
 __all__ = [
-    "COLUMNS",
+    "DEFAULT_COLUMNS",
     "METRIC_PACKAGES",
     "SPLITS",
     "SQUAD",
@@ -25,69 +25,77 @@ __all__ = [
 
 SQUAD = "squad"
 TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
-# Each metric of texts, with the package that computes it.
+# The metrics of texts, and the packages that compute them.
 METRIC_PACKAGES: dict[str, str | None] = {
     "bleu": "sacrebleu",
     "chrf": "sacrebleu",
     "rouge": "rouge_score",
     "accuracy": None,
 }
-# Of `evaluate`: a script's path however it is written, and a repository of the Hub.
+# Metrics of `evaluate`: any spelling of a path to a script, or a repository of the Hub.
 LOCAL_METRIC = re.compile(r"[./~]|.*\.py$")
 HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 SPLITS = ("train", "validation", "test")
-# What the flags of a split's parallel text begin with.
-PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
-# The columns that are read where none are given.
-COLUMNS = {"source_column": "source", "target_column": "target"}
+# The prefixes of the flags for the parallel text of a split.
+FLAG_PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
+# The default columns.
+DEFAULT_COLUMNS = {"source_column": "source", "target_column": "target"}
 
 
 def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) -> None:
-    """Check that the metrics exist and that what computes them is installed.
+    """Check that metrics exist and that their packages are installed.
 
     Args:
-        names: of `METRIC_PACKAGES`, or `evaluate` metrics: a script's path, or a repository of the Hub.
-        trust_remote_code: whether the code of a repository may be run.
+        names: Names in `METRIC_PACKAGES`, or metrics of `evaluate`: paths to scripts, or repositories of the Hub.
+        trust_remote_code: Whether the code of a repository may be run.
 
     Raises:
-        ValueError: if one does not, is not, or may not be run.
+        ValueError: If a metric does not exist, needs a package that is not installed, or must not be run.
     """
     for name in names:
         if name in METRIC_PACKAGES:
             package = METRIC_PACKAGES[name]
             if package is not None and importlib.util.find_spec(package) is None:
-                raise ValueError(f"--metrics {name} needs {package}: `pip install {package.replace('_', '-')}`")
+                raise ValueError(f"--metrics {name} needs {package}. Run `pip install {package.replace('_', '-')}`.")
         elif (script := Path(name).expanduser()).exists() or LOCAL_METRIC.match(name):
             if not script.exists():
-                raise ValueError(f"--metrics {name}: there is no such file or folder")
+                raise ValueError(f"--metrics must be a file or folder, but {name} does not exist. Correct the path.")
         elif not HUB_METRIC.fullmatch(name):
             raise ValueError(
-                f"unknown metric {name!r}: choose from {', '.join(METRIC_PACKAGES)}, or name an `evaluate` metric by "
-                "its script (./my_metric.py) or its repository on the Hub (evaluate-metric/meteor)"
+                f"--metrics must be among {', '.join(METRIC_PACKAGES)}, or a metric of `evaluate`, got {name!r}. Name "
+                "such a metric by its script (./my_metric.py) or its repository (evaluate-metric/meteor)."
             )
         elif not trust_remote_code:
-            raise ValueError(f"--metrics {name} runs code of the Hub: look at it, then add --trust_remote_code")
+            raise ValueError(
+                f"--metrics {name} runs code from the Hub. Inspect this code, and then set --trust_remote_code."
+            )
 
 
-def _side(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
-    return option(f"The {side} side of the {split} text, a row a line (.txt, .gz){more}.", None, resume=resume)
+def _make_side_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
+    """Return the option for one side of the parallel text of a split."""
+    return option(
+        f"File with the {side} texts of the {split} split, one per line (.txt, .gz){more}.", None, resume=resume
+    )
 
 
-def _table(split: str, resume: str | None = None) -> tuple[str, ...] | None:
-    shown = f"{split} tables instead (.csv, .tsv, .json, .jsonl; with --task_name its own format)."
-    return option(shown, None, resume=resume)
+def _make_table_option(split: str, resume: str | None = None) -> tuple[str, ...] | None:
+    """Return the option for the tables of a split."""
+    text = (
+        f"{split} tables, instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format)."
+    )
+    return option(text, None, resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BleuSettings(Settings):
-    """How BLEU divides texts into words."""
+    """The tokenizer of BLEU."""
 
     title: ClassVar[str] = "decoding"
 
     tokenize: str | None = option(
-        "sacrebleu's tokenizer for BLEU (default: zh for Chinese, ja-mecab or char for Japanese, char for Thai, "
-        "else 13a).",
+        "Tokenizer of sacrebleu for BLEU (default: zh for Chinese, ja-mecab or char for Japanese, char for Thai, and "
+        "otherwise 13a).",
         None,
         choices=BLEU_TOKENIZERS,
     )
@@ -95,119 +103,154 @@ class BleuSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(BleuSettings):
-    """How texts are generated and scored."""
+    """The generation of texts and their metrics."""
 
     title: ClassVar[str] = "decoding"
 
     num_beams: tuple[int, ...] = option(
-        "Beams (default: 1, greedy). With several numbers the last evaluation decodes with each; others with the "
-        "first.",
+        "Number of beams (default: 1, greedy search). Several numbers: the last evaluation decodes with each of them, "
+        "and the others with the first one.",
         (1,),
     )
-    length_penalty: float = option("Beam search's; more favours longer texts.", 1.0, resume=WITH_BEST_WEIGHTS)
+    length_penalty: float = option(
+        "Length penalty of beam search. Higher values favor longer texts.", 1.0, resume=WITH_BEST_WEIGHTS
+    )
     no_repeat_ngram_size: int | None = option(
-        "No N tokens twice in a text (summaries).", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
+        "No sequence of N tokens occurs twice in a text (for summaries).",
+        None,
+        range=AT_LEAST_1,
+        resume=WITH_BEST_WEIGHTS,
     )
     metrics: tuple[str, ...] | None = option(
-        f"Of {', '.join(METRIC_PACKAGES)}; or an `evaluate` metric by its script (./my_metric.py) or its repository "
-        "on the Hub (evaluate-metric/meteor) (default: bleu; with --task_name the task's own).",
+        f"Metrics among {', '.join(METRIC_PACKAGES)}, or metrics of `evaluate` by script (./my_metric.py) or by "
+        "repository on the Hub (evaluate-metric/meteor) (default: bleu; with --task_name, the task's own metrics).",
         None,
         metavar="NAME",
     )
-    eval_loss_only: bool = option("Decode only at the end; evaluate the loss while training.", False)
+    eval_loss_only: bool = option("Evaluate only the loss during training, and decode only at the end.", False)
     skip_predict: bool = option("Do not predict the test split.", False)
 
     def check(self) -> None:
+        """Check --num_beams, in addition to other checks."""
         super().check()
         if min(self.num_beams) < 1 or len(set(self.num_beams)) < len(self.num_beams):
-            raise ValueError(f"--num_beams must be different numbers of at least 1, got {list(self.num_beams)}")
+            raise ValueError(f"--num_beams must be different numbers of at least 1, got {list(self.num_beams)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqSettings(
     DecodingSettings, LanguageSettings, NewModelSettings, FineTuningSettings, EncoderDecoderVariantSettings
 ):
-    """Which texts. `max_target_length` and `metrics`, where not given, become what they are by default."""
+    """The texts and the task.
+
+    If they are not set, `max_target_length` is `max_length`, and `metrics` is BLEU or the metrics of the task.
+
+    Example:
+        ```python
+        settings = Seq2SeqSettings(
+            model_name_or_path="t5-gqa4", train_file=("train.csv",), validation_file=("dev.csv",), output_dir="out"
+        )
+        results = fine_tune(Seq2SeqFineTuning, settings)
+        ```
+    """
 
     title: ClassVar[str] = "text"
 
-    source_file: str | None = _side("training", "source")
-    target_file: str | None = _side("training", "target")
-    validation_source_file: str | None = _side("dev", "source", WITH_BEST_WEIGHTS)
-    validation_target_file: str | None = _side("dev", "target", WITH_BEST_WEIGHTS)
-    test_source_file: str | None = _side("test", "source")
-    test_target_file: str | None = _side("test", "target", more="; without it the split is only predicted")
-    train_file: tuple[str, ...] | None = _table("Train")
-    validation_file: tuple[str, ...] | None = _table("Validation", WITH_BEST_WEIGHTS)
-    test_file: tuple[str, ...] | None = _table("Test")
+    source_file: str | None = _make_side_option("training", "source")
+    target_file: str | None = _make_side_option("training", "target")
+    validation_source_file: str | None = _make_side_option("dev", "source", WITH_BEST_WEIGHTS)
+    validation_target_file: str | None = _make_side_option("dev", "target", WITH_BEST_WEIGHTS)
+    test_source_file: str | None = _make_side_option("test", "source")
+    test_target_file: str | None = _make_side_option(
+        "test", "target", more="; without it, the split is only predicted"
+    )
+    train_file: tuple[str, ...] | None = _make_table_option("Train")
+    validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)
+    test_file: tuple[str, ...] | None = _make_table_option("Test")
     source_column: str | None = option(
-        "A table's source (default: source; of a run that only evaluates the model's own).",
+        "Column with the sources (default: source; if the model is only evaluated, the column of its training).",
         None,
         resume=WITH_BEST_WEIGHTS,
     )
-    target_column: str | None = option("A table's target (default: target, likewise).", None, resume=WITH_BEST_WEIGHTS)
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
-    dataset_config_name: str | None = option("Its configuration.", None)
-    task_name: str | None = option(
-        f"A task that is worded as text: {', '.join(TEXT_TASKS)}; without files: from the Hub.", None
+    target_column: str | None = option(
+        "Column with the targets (default: target; if the model is only evaluated, the column of its training).",
+        None,
+        resume=WITH_BEST_WEIGHTS,
     )
-    data_dir: str | None = option("Folder with the TSVs of a GLUE --task_name.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
+    task_name: str | None = option(
+        f"Task that is formatted as text: {', '.join(TEXT_TASKS)}. Without files, it is loaded from the Hub.", None
+    )
+    data_dir: str | None = option("Folder with the TSV files of a GLUE task (with --task_name).", None)
     source_prefix: str | None = option(
-        "Text put before each source ('summarize: '; default: none, likewise). '' puts none.", None
+        "Text before each source, such as 'summarize: ' (default: none; if the model is only evaluated, the prefix of "
+        "its training). '' disables it.",
+        None,
     )
     max_target_length: int | None = option(
-        "Tokens of a target (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS
+        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS
     )
     label_smoothing_factor: float = option(
-        "Share of a label that is spread over all tokens.", 0.0, range=FROM_0_BELOW_1, resume=ALWAYS
+        "Share of the weight of a label that is distributed over all tokens.",
+        0.0,
+        range=FROM_0_BELOW_1,
+        resume=ALWAYS,
     )
     model_type: str | None = redefault(choices=("t5", "bart", "marian"))
     learning_rate: float = redefault(3e-4)
 
     def __post_init__(self) -> None:
+        """Set the default values of `max_target_length` and `metrics`, and check the settings."""
         if self.max_target_length is None:
             object.__setattr__(self, "max_target_length", self.max_length)
-        given = self.metrics
-        if given is None and self.task_name is None:
+        user_metrics = self.metrics
+        if user_metrics is None and self.task_name is None:
             object.__setattr__(self, "metrics", ("bleu",))
         super().__post_init__()
-        if given is not None and self.task_name is not None:
-            raise ValueError(f"--metrics: --task_name {self.task_name} has its own")
+        if user_metrics is not None and self.task_name is not None:
+            raise ValueError(
+                f"--metrics must not be set with --task_name {self.task_name}, which has its own metrics. Remove it."
+            )
         check_text_metrics(self.metrics or (), self.trust_remote_code)
 
     def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return, as JSON holds them, the settings that a resumed run must share."""
-        # The checkpoints of earlier versions name the columns that are read where none are given.
+        """Return the settings that a resumed run must share, as JSON values."""
+        # Checkpoints of earlier versions contain the default columns instead of None.
         values = super().resume_values(with_best_weights)
-        return values | {name: COLUMNS[name] for name in COLUMNS.keys() & values if values[name] is None}
+        return values | {
+            name: DEFAULT_COLUMNS[name] for name in DEFAULT_COLUMNS.keys() & values if values[name] is None
+        }
 
     def check(self) -> None:
+        """Check that there is exactly one source of text, in addition to other checks."""
         super().check()
-        has_parallel = {s: getattr(self, f"{prefix}source_file") is not None for s, prefix in PREFIXES.items()}
+        has_parallel = {s: getattr(self, f"{prefix}source_file") is not None for s, prefix in FLAG_PREFIXES.items()}
         has_table = {split: getattr(self, f"{split}_file") is not None for split in SPLITS}
-        for split, prefix in PREFIXES.items():
+        for split, prefix in FLAG_PREFIXES.items():
             has_target = getattr(self, f"{prefix}target_file") is not None
             if has_target != has_parallel[split] and not (split == "test" and has_parallel[split]):
-                raise ValueError(f"--{prefix}source_file and --{prefix}target_file belong together: give both")
+                raise ValueError(f"--{prefix}source_file and --{prefix}target_file must be set together. Set both.")
             if has_parallel[split] and has_table[split]:
-                raise ValueError(f"give --{prefix}source_file or --{split}_file, not both")
+                raise ValueError(f"Set either --{prefix}source_file or --{split}_file, but not both.")
         kinds = {
             "parallel text (--source_file, ...) or tables (--train_file, ...)": any(has_parallel.values())
             or (any(has_table.values()) and self.task_name is None),
             "--dataset_name": self.dataset_name is not None,
             "--task_name": self.task_name is not None,
         }
-        given = [kind for kind, there in kinds.items() if there]
-        if len(given) != 1:
-            got = f"; got {' and '.join(given)}" if given else ""
-            raise ValueError(f"give one source of text: {'; or '.join(kinds)}{got}")
+        used = [kind for kind, is_used in kinds.items() if is_used]
+        if len(used) != 1:
+            got = " and ".join(used) if used else "none"
+            raise ValueError(f"Set one source of text ({'; or '.join(kinds)}), got {got}.")
         if self.data_dir is not None and self.task_name is None:
-            raise ValueError("--data_dir needs --task_name")
+            raise ValueError("--data_dir needs --task_name. Set it, or remove --data_dir.")
         if self.dataset_name is not None or self.task_name is not None:
             return
         if not self.only_evaluates and not (has_parallel["train"] or has_table["train"]):
             raise ValueError(
-                "training needs --source_file and --target_file, or --train_file (or --num_train_epochs 0)"
+                "Training needs --source_file and --target_file, or --train_file. To evaluate only, set "
+                "--num_train_epochs 0."
             )
         if self.only_evaluates and not any(has[split] for has in (has_parallel, has_table) for split in SPLITS[1:]):
-            raise ValueError("--num_train_epochs 0 only evaluates: give --validation_source_file or --validation_file")
+            raise ValueError("--num_train_epochs 0 needs dev rows. Set --validation_source_file or --validation_file.")

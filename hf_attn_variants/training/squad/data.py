@@ -1,4 +1,4 @@
-"""SQuAD files as questions, and the windows of tokens that cover long contexts."""
+"""Reading of SQuAD files, and the windows of tokens that cover long contexts."""
 
 import gzip
 import hashlib
@@ -28,13 +28,13 @@ __all__ = [
     "Question",
     "Window",
     "check_unanswerable",
-    "checked_stride",
+    "compute_stride",
     "hash_questions",
     "load_squad",
     "load_squad_hub",
+    "make_window_collator",
     "make_windows",
     "read_squad",
-    "window_collator",
 ]
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,12 @@ HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
 @dataclass(frozen=True)
 class Answer:
-    """A span of the context, and the character of the context that it begins at."""
+    """A correct answer.
+
+    Attributes:
+        text: The answer, a part of the context.
+        start: The index of its first character in the context.
+    """
 
     text: str
     start: int
@@ -52,116 +57,134 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context, with the spans that are right."""
+    """A question about a context.
 
-    id: str  # unique in its file
+    Attributes:
+        id: The id, which is unique in its file.
+        question: The question.
+        context: The context.
+        answers: The correct answers. Empty if the context does not answer the question, or if they are unknown.
+    """
+
+    id: str
     question: str
     context: str
-    answers: tuple[Answer, ...]  # none: the context does not answer it (or, in a test file, unknown)
+    answers: tuple[Answer, ...]
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
-    """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}, plain or .gz.
+    """Read a file in the JSON format of SQuAD: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
 
-    The answers of a test file are neither needed nor read (`has_answers` false).
+    Args:
+        path: The file, plain text or .gz.
+        has_answers: Whether to read the answers. Test files need none.
 
     Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it has another layout or no question, or an answer is not in the context; the message names the
-            file and the question.
+        OSError: If the file cannot be read.
+        ValueError: If the file has another format or no question, or if an answer is not in its context. The message
+            names the file and the question.
     """
     path = Path(path)
-    questions = list(_questions(path, _load_json(path), has_answers))
+    questions = list(_read_questions(path, _load_json(path), has_answers))
     if not questions:
-        raise ValueError(f"{path} is empty: it has no question")
+        raise ValueError(f"{path} must have at least one question, but has none.")
     _check_ids(str(path), questions)
     return questions
 
 
 def _load_json(path: Path) -> Any:
+    """Load a JSON file, plain text or .gz."""
     if not path.is_file():
-        raise OSError(f"{path}: no such file")
+        raise OSError(f"{path} must be a file, but does not exist. Correct the path.")
     try:
         content = read_file(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise OSError(f"{path} is no whole gzip file ({error})") from error
+        raise OSError(f"{path} must be a complete gzip file, but cannot be read ({error}).") from error
     if not content.strip():
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{path} must have at least one question, but is empty.")
     try:
         return parse_rows(content)
-    except ValueError as error:  # a UnicodeDecodeError as well
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise ValueError(f"{path} must be valid JSON, but cannot be parsed ({error}).") from error
 
 
-def _questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
-    for at_article, article in enumerate(_items(content, "data", f"{path}: the file")):
-        for at_paragraph, paragraph in enumerate(_items(article, "paragraphs", f"{path}: data[{at_article}]")):
-            where = f"{path}: data[{at_article}].paragraphs[{at_paragraph}]"
-            context = _text(paragraph, "context", where)
-            for at_qa, qa in enumerate(_items(paragraph, "qas", where)):
-                where_qa = f"{where}.qas[{at_qa}]"
-                question = _text(qa, "question", where_qa), context
-                if (twice := repeated_name(qa)) is not None:
-                    raise ValueError(f"{where_qa} has the name {twice!r} twice; rename one")
-                found = _answers(qa, context, where_qa) if has_answers else ()
-                given = qa.get("id")
-                own = f"{at_article}-{at_paragraph}-{at_qa}" if given is None else str(given)
-                yield Question(own, *question, found)
+def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
+    """Yield the questions of a file."""
+    for article_index, article in enumerate(_get_list(content, "data", f"{path}: The file")):
+        paragraphs = _get_list(article, "paragraphs", f"{path}: data[{article_index}]")
+        for paragraph_index, paragraph in enumerate(paragraphs):
+            place = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
+            context = _get_text(paragraph, "context", place)
+            for qa_index, qa in enumerate(_get_list(paragraph, "qas", place)):
+                qa_place = f"{place}.qas[{qa_index}]"
+                question = _get_text(qa, "question", qa_place), context
+                if (repeated := repeated_name(qa)) is not None:
+                    raise ValueError(f"{qa_place} must have different keys, got {repeated!r} twice. Rename one.")
+                answers = _read_answers(qa, context, qa_place) if has_answers else ()
+                id_value = qa.get("id")
+                question_id = f"{article_index}-{paragraph_index}-{qa_index}" if id_value is None else str(id_value)
+                yield Question(question_id, *question, answers)
 
 
-def _items(holder: Any, key: str, where: str) -> list[Any]:
-    if isinstance(holder, RepeatingObject):
-        raise ValueError(f"{where} has the name {holder.name!r} twice; rename one")
-    values = holder.get(key) if isinstance(holder, dict) else None
+def _get_list(parent: Any, key: str, place: str) -> list[Any]:
+    """Return a list of a JSON object, or raise ValueError."""
+    if isinstance(parent, RepeatingObject):
+        raise ValueError(f"{place} must have different keys, got {parent.name!r} twice. Rename one.")
+    values = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(values, list):
-        has = f"its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else "it is no JSON object"
-        raise ValueError(f'{where} has no list "{key}"; {has}: this is not the layout of SQuAD')
+        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        raise ValueError(f'{place} must have a list "{key}" in the format of SQuAD, got {got}.')
     return values
 
 
-def _text(holder: Any, key: str, where: str) -> str:
-    value = holder.get(key) if isinstance(holder, dict) else None
+def _get_text(parent: Any, key: str, place: str) -> str:
+    """Return a text of a JSON object, or raise ValueError."""
+    value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, str):
-        has = f"; its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else ""
-        raise ValueError(f'{where} has no text "{key}"{has}')
+        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        raise ValueError(f'{place} must have a text "{key}", got {got}.')
     if not is_unicode(value):
-        raise ValueError(f'{where} has half a surrogate pair in its "{key}", which is no text')
+        raise ValueError(f'{place} must have valid text in "{key}", got half a surrogate pair.')
     return value
 
 
-def _answers(qa: dict[str, Any], context: str, where: str) -> tuple[Answer, ...]:
+def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
+    """Return the answers of a question. Check that they are in the context."""
     impossible = qa.get("is_impossible", False)
     if not isinstance(impossible, bool):
-        raise ValueError(f"{where}: is_impossible must be true or false, got {impossible!r:.60}")
-    where_id = f"{where} (id {qa.get('id')})"
+        raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
+    id_place = f"{place} (id {qa.get('id')})"
     if impossible:
         if qa.get("answers"):
-            raise ValueError(f"{where_id} is_impossible and has answers; plausible ones are plausible_answers")
+            raise ValueError(
+                f"{id_place}: answers must be empty if is_impossible is true. Move plausible answers to "
+                "plausible_answers."
+            )
         return ()
     answers = []
-    for number, answer in enumerate(_items(qa, "answers", where)):
-        text = _text(answer, "text", f"{where}.answers[{number}]")
-        answers.append(Answer(text, _checked_start(text, answer.get("answer_start"), context, where_id)))
+    for number, answer in enumerate(_get_list(qa, "answers", place)):
+        text = _get_text(answer, "text", f"{place}.answers[{number}]")
+        answers.append(Answer(text, _check_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
-        raise ValueError(f"{where_id} has no answer and no is_impossible")
+        raise ValueError(f"{id_place} must have an answer or is_impossible, but has neither. Add one of them.")
     return tuple(answers)
 
 
-def _checked_start(text: str, start: Any, context: str, where: str) -> int:
-    """Return where an answer begins in its context; a whole number that was written as a string is taken."""
+def _check_start(text: str, start: Any, context: str, place: str) -> int:
+    """Return the start of an answer, and check it. Accept a whole number that is written as a string."""
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
-        raise ValueError(f"{where}: answer_start must be a whole number, got {start!r:.60}")
+        raise ValueError(f"{place}: answer_start must be a whole number, got {start!r:.60}.")
     if not 0 <= start <= len(context) - len(text) or not text:
         raise ValueError(
-            f"{where}: the answer {text[:60]!r} at character {start} does not lie in its context of "
-            f"{len(context)} characters"
+            f"{place}: The answer {text[:60]!r} at character {start} must be inside its context, which has "
+            f"{len(context)} characters. Correct answer_start."
         )
     if context[start : start + len(text)] != text:
         raise ValueError(
-            f"{where}: the answer {text[:60]!r} is not what stands at character {start} of its context, "
-            f"{context[start : start + len(text)][:60]!r}"
+            f"{place}: The answer {text[:60]!r} must equal the context at character {start}, got "
+            f"{context[start : start + len(text)][:60]!r}. Correct answer_start."
         )
     return start
 
@@ -169,13 +192,17 @@ def _checked_start(text: str, start: Any, context: str, where: str) -> int:
 def load_squad(
     files: Mapping[str, Any], from_hub: bool, version_2: bool = False, with_train: bool = True
 ) -> dict[str, list[Question]]:
-    """Read SQuAD's splits that there are of "train", "dev" and "test", from the files or, `from_hub`, the Hub.
+    """Read the splits of SQuAD from files or from the Hub. There may be "train", "dev" and "test".
 
-    `files` has "train_file", "validation_file" and "test_file", a path or None each.
+    Args:
+        files: The paths of "train_file", "validation_file" and "test_file", or None.
+        from_hub: Whether to load the train and dev splits from the Hub if they have no file.
+        version_2: Whether to use SQuAD v2.0 instead of v1.1.
+        with_train: Whether to read the train split.
 
     Raises:
-        OSError: if a file or the Hub's dataset cannot be read.
-        ValueError: if it holds something else, or questions have no answer.
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If a file has invalid content, or if questions of v1.1 have no answer.
     """
     splits = {}
     for name, split in (("train", "train"), ("dev", "validation"), ("test", "test"))[0 if with_train else 1 :]:
@@ -185,119 +212,143 @@ def load_squad(
         elif from_hub and name != "test":
             splits[name] = load_squad_hub(split, version_2)
         if name != "test" and name in splits:
-            check_unanswerable(path or f"the Hub's {split} split", splits[name], version_2)
+            check_unanswerable(path or f"The {split} split of the Hub", splits[name], version_2)
     return splits
 
 
 def load_squad_hub(split: str, version_2: bool) -> list[Question]:
-    """Load a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
+    """Load a split of SQuAD from the Hub.
+
+    Args:
+        split: "train" or "validation".
+        version_2: Whether to use SQuAD v2.0 instead of v1.1.
 
     Raises:
-        OSError: if it cannot be loaded.
-        ValueError: if an answer is not in its context.
+        OSError: If the split cannot be loaded.
+        ValueError: If an answer is not in its context.
     """
     name = HUB_DATASETS[version_2]
     try:
         rows = load_dataset(name, split=split)
-    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+    except Exception as error:  # `datasets` and the Hub raise many types of errors
         raise OSError(
-            f"cannot load {name} ({split}) from the Hub ({type(error).__name__}: {error}); "
-            "give --train_file and --validation_file"
+            f"{name} ({split}) cannot be loaded from the Hub ({type(error).__name__}: {error}). Set --train_file and "
+            "--validation_file instead."
         ) from error
     questions = []
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
         for answer in answers:
-            _checked_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
+            _check_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
         questions.append(Question(row["id"], row["question"], row["context"], answers))
     _check_ids(f"{name} ({split})", questions)
     return questions
 
 
 def _check_ids(source: str, questions: list[Question]) -> None:
+    """Raise ValueError if two questions have the same id."""
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
             raise ValueError(
-                f"{source}: two questions have the id {question.id}; predictions could not tell them apart"
+                f"{source}: Questions must have different ids, got {question.id} twice. Predictions are stored by id."
             )
         seen.add(question.id)
 
 
 def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
-    """Check that questions without an answer are expected.
+    """Check that all questions have an answer, unless the version is v2.0.
+
+    Args:
+        source: The description of the questions for messages.
+        questions: The questions.
+        version_2: Whether the version is v2.0.
 
     Raises:
-        ValueError: if there are some, and `version_2` is False.
+        ValueError: If a question of v1.1 has no answer.
     """
-    found = [question.id for question in questions if not question.answers]
-    if found and not version_2:
+    unanswered = [question.id for question in questions if not question.answers]
+    if unanswered and not version_2:
         raise ValueError(
-            f"{source}: {len(found)} questions have no answer in their context (the first is {found[0]}): for SQuAD "
-            "v2.0 give --version_2_with_negative"
+            f"{source}: {len(unanswered)} questions have no answer in their context, such as {unanswered[0]}. For "
+            "SQuAD v2.0, set --version_2_with_negative."
         )
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
-    """Return the hash of all questions, by which a resumed run knows that they are the same."""
+    """Return a hash of questions, with which a resumed run checks that they are the same."""
     digest = hashlib.blake2b(digest_size=8)
     for item in questions:
         digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())
     return digest.hexdigest()
 
 
-# The token that stands for "no answer": the first one, which is [CLS] in BERT and ALBERT.
+# The position of the token that represents "no answer": the first one, which is [CLS] in BERT and ALBERT.
 NO_ANSWER = 0
-# Tokens that windows share, where they have more than that for the context.
-STRIDE = 128
-# Questions handed to the tokenizer at a time.
-TOKENIZER_BATCH = 256
-# Which part of an example a token belongs to, in a fast tokenizer's numbering.
-CONTEXT = 1
+# The default number of shared tokens of windows, if they have more context tokens than that.
+DEFAULT_STRIDE = 128
+# The number of questions per call of the tokenizer.
+QUESTIONS_PER_CALL = 256
+# The number of the context in the `sequence_ids` of a fast tokenizer.
+CONTEXT_SEQUENCE = 1
 NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """One pass of the model over a part of a context."""
+    """The model input for a question and a part of its context.
 
-    question: int  # its number
-    input_ids: np.ndarray  # [n]
-    token_type_ids: np.ndarray | None  # [n]; None where the tokenizer gives none
-    context_begin: int  # the context's first token in the window
-    offsets: np.ndarray  # characters of the context at which its tokens begin and end [tokens, 2]
-    # The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
+    Attributes:
+        question: The index of the question.
+        input_ids: [n].
+        token_type_ids: [n], or None if the tokenizer returns none.
+        context_begin: The position of the first context token.
+        offsets: The first and the last character (exclusive) of each context token, in the context [tokens, 2].
+        start: The position of the first token of the answer, or `NO_ANSWER` if the answer is not in the window.
+        end: The position of the last token (inclusive) of the answer, or `NO_ANSWER`.
+    """
+
+    question: int
+    input_ids: np.ndarray
+    token_type_ids: np.ndarray | None
+    context_begin: int
+    offsets: np.ndarray
     start: int = NO_ANSWER
     end: int = NO_ANSWER
 
 
-def checked_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Check that windows of the lengths asked for fit the model, and that each has room to move on.
+def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Check the lengths of windows and questions, and return the number of tokens that neighboring windows share.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
 
     Returns:
-        How many tokens two windows share: `doc_stride`, where it is given.
+        `doc_stride` if it is set, otherwise a default for the number of context tokens of a window.
 
     Raises:
-        ValueError: if a length does not fit, or the tokenizer cannot say where its tokens stand in the text.
+        ValueError: If a length does not fit the model, or if the tokenizer returns no offsets.
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in the text; a fast tokenizer (with a "
-            "tokenizer.json) does"
+            f"The tokenizer must be a fast tokenizer (with a tokenizer.json), got {type(tokenizer).__name__}. SQuAD "
+            "needs the positions of the tokens in the text."
         )
     check_max_length(settings.max_length, config, tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
-    room = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
-    if room < 1 or room <= (settings.doc_stride or 0):
-        rule = "give a smaller --max_query_length"
-        if settings.doc_stride is not None and room > 0:
-            rule = f"--doc_stride {settings.doc_stride} must be less than that"
+    context_length = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
+    if context_length < 1 or context_length <= (settings.doc_stride or 0):
+        advice = "Reduce --max_query_length"
+        if settings.doc_stride is not None and context_length > 0:
+            advice = f"Reduce --doc_stride {settings.doc_stride} below that number"
         raise ValueError(
-            f"--max_length {settings.max_length} leaves {max(room, 0)} tokens for the context beside a question of "
-            f"--max_query_length {settings.max_query_length}; {rule}"
+            f"--max_length {settings.max_length} leaves {max(context_length, 0)} tokens for the context after a "
+            f"question of --max_query_length {settings.max_query_length}. {advice}."
         )
     if settings.doc_stride is not None:
         return settings.doc_stride
-    return STRIDE if room > STRIDE else room // 2
+    return DEFAULT_STRIDE if context_length > DEFAULT_STRIDE else context_length // 2
 
 
 def make_windows(
@@ -309,20 +360,24 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Cut all questions' contexts into windows, in the questions' order.
+    """Cut the contexts of questions into windows, in the order of the questions.
 
     Args:
-        max_length: tokens of a window, the question's and special ones included.
-        doc_stride: tokens of a context that two windows share.
-        max_query_length: tokens of a question; a longer one is cut.
-        token_types: whether the model tells question and context by token types; ALBERT's tokenizer must be asked.
-        for_training: leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
+        questions: The questions.
+        tokenizer: A fast tokenizer.
+        max_length: The maximum length of a window in tokens, including the question and special tokens.
+        doc_stride: The number of context tokens that neighboring windows share.
+        max_query_length: The maximum length of a question in tokens. Longer questions are cut.
+        token_types: Whether the model distinguishes question and context by token types. The tokenizer of ALBERT
+            returns token types only on request.
+        for_training: Whether to leave out `offsets`. Only predictions need them, and they take two thirds of the
+            memory.
     """
-    windows, cut = [], 0
-    for begin in range(0, len(questions), TOKENIZER_BATCH):
-        batch = questions[begin : begin + TOKENIZER_BATCH]
+    windows, num_cut = [], 0
+    for begin in range(0, len(questions), QUESTIONS_PER_CALL):
+        batch = questions[begin : begin + QUESTIONS_PER_CALL]
         texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
-        cut += shortened
+        num_cut += shortened
         encoded = tokenizer(
             texts,
             [q.context for q in batch],
@@ -338,60 +393,73 @@ def make_windows(
         types = encoded.get("token_type_ids")
         for i, row in enumerate(rows):
             ids = np.array(encoded["input_ids"][i], dtype=np.int32)
-            inside = [at for at, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT]
-            first = inside[0] if inside else len(ids)  # an empty context
+            inside = [position for position, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT_SEQUENCE]
+            first = inside[0] if inside else len(ids)  # the context may be empty
             offsets = np.array(encoded["offset_mapping"][i][first : first + len(inside)], dtype=np.int32)
             type_ids = np.array(types[i], dtype=np.int8) if types is not None else None
             window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
-                window = _with_answer(window, batch[row].answers[0], is_first, is_last)
+                window = _mark_answer(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
-    if cut:
-        long = "%d of %d questions have more than --max_query_length %d tokens and are cut"
-        logger.warning(long, cut, len(questions), max_query_length)
+    if num_cut:
+        message = "%d of %d questions have more than --max_query_length %d tokens and are cut."
+        logger.warning(message, num_cut, len(questions), max_query_length)
     return windows
 
 
 def _cut_questions(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, max_query_length: int
 ) -> tuple[list[str], int]:
+    """Return the questions, cut to the maximum length, and the number of cut questions."""
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     long = [len(row) > max_query_length for row in offsets]
-    kept = [
+    cut_texts = [
         text[: row[max_query_length - 1][1]] if is_long else text
         for text, row, is_long in zip(texts, offsets, long, strict=True)
     ]
-    return kept, sum(long)
+    return cut_texts, sum(long)
 
 
-def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
-    """Mark the answer, unless the window's edge cuts it; `is_first`, `is_last`: of the context's windows."""
+def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+    """Return a window with the position of the answer, unless the answer is not completely inside the window.
+
+    Args:
+        window: The window.
+        answer: The answer.
+        is_first: Whether the window is the first one of its context.
+        is_last: Whether the window is the last one of its context.
+    """
     begins, ends = window.offsets[:, 0], window.offsets[:, 1]
-    # Tokens that share a character with the answer; one that is empty (SentencePiece's lone space) shares none.
+    # Tokens that share a character with the answer. An empty token, such as the space of SentencePiece, shares none.
     filled = np.flatnonzero(ends > begins)
     inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
     if not len(inside):
         return window
-    # Spaces, soft hyphens and accents of their own may belong to no token: only at an edge are characters cut off.
+    # Spaces, soft hyphens and combining accents may belong to no token. So the answer is cut off only if its first or
+    # last token is at the edge of the window.
     spaces = len(answer.text) - len(answer.text.lstrip())
-    behind = answer.start + len(answer.text.rstrip())
+    text_end = answer.start + len(answer.text.rstrip())
     if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
         return window
-    if not is_last and inside[-1] == filled[-1] and ends[inside[-1]] < behind:
+    if not is_last and inside[-1] == filled[-1] and ends[inside[-1]] < text_end:
         return window
     first, last = (int(window.context_begin + i) for i in (inside[0], inside[-1]))
     return replace(window, start=first, end=last)
 
 
-def window_collator(
+def make_window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None, marks_questions: bool = False
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Make the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b].
+    """Make a function from windows to model inputs [b, n], "start_positions" [b] and "end_positions" [b].
 
-    With `marks_questions` there is a `global_attention_mask` too, 1 for all tokens before the context: in a pattern of
-    attention, tokens far from the question read it then (arXiv 2004.05150, section 6).
+    Args:
+        tokenizer: The tokenizer.
+        pad_to_multiple_of: The multiple for the length of the batch, or None.
+        marks_questions: Whether to add a `global_attention_mask` that is 1 for all tokens before the context. With
+            sparse attention patterns, tokens far from the question can then attend to it (arXiv 2004.05150,
+            section 6).
     """
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:

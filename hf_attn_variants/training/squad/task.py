@@ -1,4 +1,4 @@
-"""Fine-tuning of extractive question answering on SQuAD 1.1 and 2.0, with its evaluation."""
+"""Fine-tuning on extractive question answering with SQuAD v1.1 or v2.0, and its evaluation."""
 
 import json
 from contextlib import nullcontext
@@ -18,18 +18,26 @@ from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metric
 from ..engine.losses import Objective
 from ..engine.models import check_trained_head, load_config, load_model
 from ..engine.tokenizers import fit_token_types, load_tokenizer
-from .data import Question, Window, checked_stride, hash_questions, load_squad, make_windows, window_collator
-from .metrics import Prediction, compute_squad, find_predictions, nbest_entries
+from .data import Question, Window, compute_stride, hash_questions, load_squad, make_window_collator, make_windows
+from .metrics import Prediction, compute_squad, find_predictions, make_nbest_entries
 from .settings import SquadSettings
 
-__all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "span_objective"]
+__all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "make_span_objective"]
 
 POSITIONS = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A split to evaluate or predict: its windows are run longest first, `order` says which window came when."""
+    """A split to evaluate or to predict.
+
+    Attributes:
+        name: The name of the split.
+        questions: The questions.
+        windows: Their windows.
+        loader: The batches. The longest windows come first.
+        order: The index of the window that comes at each position.
+    """
 
     name: str
     questions: list[Question]
@@ -38,67 +46,74 @@ class QuestionSet:
     order: list[int]
 
 
-def span_objective() -> Objective:
-    """Return the mean of the cross-entropies of the answer's first and last token, summed over windows."""
+def make_span_objective() -> Objective:
+    """Return the mean of the cross-entropies of the start and the end of the answer, summed over windows."""
     return Objective(
-        loss_sum=lambda model, batch: _losses(_span_logits(model, batch), batch).sum(),
+        loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
         count=lambda batch: len(batch["input_ids"]),
     )
 
 
-def _span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits [b, n, 2] of each token to be the answer's first, and last; padding cannot be either."""
+def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of the start and the end of the answer [b, n, 2]. Padding gets the lowest value."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
-        inputs["use_cache"] = False  # its decoder would keep keys and values that nothing reads
+        inputs["use_cache"] = False  # the decoder would store keys and values that are never read
     outputs = model(**inputs)
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
 
 
-def _losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b]; logits [b, n, 2]."""
+def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss of each window [b] from logits [b, n, 2]."""
     labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
 class SquadEvaluator(MetricEvaluator):
-    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass."""
+    """Evaluator of the dev split. It stores the last predictions, so that they are not computed twice."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, data: QuestionSet, settings: SquadSettings):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
 
-    def _scores(self) -> dict[str, float]:
-        """Return the official metrics of the dev split, and the "loss" of its windows (by the first answers)."""
+    def _compute_scores(self) -> dict[str, float]:
+        """Return the official metrics of the dev split, and the "loss" of its windows for the first answers."""
         self.predictions, loss = self.predict(self.data)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.predictions}
-        given = () if threshold is None else ({p.id: p.null_odds for p in self.predictions}, threshold)
-        return {**compute_squad(self.data.questions, texts, *given), "loss": loss}
+        null_options = () if threshold is None else ({p.id: p.null_odds for p in self.predictions}, threshold)
+        return {**compute_squad(self.data.questions, texts, *null_options), "loss": loss}
 
     def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
-        """Return the predictions of a split, in its questions' order, and the mean loss of its windows."""
+        """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
         logits, losses = run_rows(
-            self.accelerator, self.model, data.loader, data.order, self._outputs, data.name, self.settings
+            self.accelerator, self.model, data.loader, data.order, self._compute_outputs, data.name, self.settings
         )
         limits = self.settings.n_best_size, self.settings.max_answer_length
-        found = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
-        # In the order of the passes: a sum of floats depends on it.
-        return found, float(torch.from_numpy(losses[data.order]).mean())
+        predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
+        # Sum in the order of the batches, because a sum of floats depends on the order.
+        return predictions, float(torch.from_numpy(losses[data.order]).mean())
 
-    def _outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = _span_logits(self.model, batch)  # [b, n, 2]
+    def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits of a batch, padded to the maximum length, and the losses of its windows."""
+        logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
         padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-        return padded, _losses(logits, batch)
+        return padded, _compute_losses(logits, batch)
 
 
 class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
-    """Extractive question answering, v1.1 (arXiv:1606.05250) or v2.0 (arXiv:1806.03822).
+    """Fine-tuning on extractive question answering, v1.1 (arXiv 1606.05250) or v2.0 (arXiv 1806.03822).
 
-    The results have `eval_exact_match` and `eval_f1`; for v2.0 `eval_exact`, `eval_f1`, those of questions with and
-    without an answer, and those of the best threshold.
+    The results contain `eval_exact_match` and `eval_f1`. For v2.0, they contain `eval_exact`, `eval_f1`, the metrics
+    of questions with and without an answer, and those of the best threshold.
+
+    Example:
+        ```python
+        settings = SquadSettings(model_name_or_path="bert-gqa4", output_dir="out")
+        results = fine_tune(SquadFineTuning, settings)
+        ```
     """
 
     rows: list[Window]
@@ -114,44 +129,49 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
         self.tokenizer = load_tokenizer(settings, self.config)
         fit_token_types(self.tokenizer, self.config)
-        self.stride = checked_stride(settings, self.config, self.tokenizer)
+        self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()
         marks_questions = takes_global_mask(self.config)
-        self.collate = window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
+        self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:
+        """Read the splits, truncated to the maximum numbers of samples."""
         settings = self.settings
         from_hub, with_train = settings.validation_file is None, not settings.only_evaluates
-        # The others read the Hub dataset's cache.
+        # The main process loads the dataset first, and the other processes read its cache.
         with self.accelerator.main_process_first() if from_hub else nullcontext():
             splits = load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
 
     def _check_metric(self) -> None:
+        """Check that the dev split has questions for --metric_for_best_model."""
         metric = (self.settings.metric_for_best_model or "").removeprefix("eval_")
         for prefix, answered in (("HasAns_", True), ("NoAns_", False)):
             if metric.startswith(prefix) and not any(bool(q.answers) == answered for q in self.splits["dev"]):
                 kind = "an answer" if answered else "no answer"
-                raise ValueError(f"--metric_for_best_model {metric!r}: no question of the dev split has {kind}")
+                raise ValueError(
+                    f"--metric_for_best_model {metric!r} cannot be computed, because no dev question has {kind}. Use "
+                    "another metric."
+                )
 
     def load_model(self) -> PreTrainedModel:
-        self.config.num_labels = 2  # a start and an end, whatever the checkpoint classified
+        self.config.num_labels = 2  # the start and the end, regardless of the classes of the checkpoint
         model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
-        self.rows = self._windows(self.train, for_training=True)
+        self.rows = self._make_windows(self.train, for_training=True)
         return model
 
     def lengths(self) -> list[int]:
-        return _lengths(self.rows)
+        return _count_tokens(self.rows)
 
     def objective(self) -> Objective:
-        return span_objective()
+        return make_span_objective()
 
     def make_evaluator(self, model: nn.Module) -> SquadEvaluator:
-        self.evaluator = SquadEvaluator(self.accelerator, model, self._question_set("dev"), self.settings)
-        self.test = self._question_set("test") if "test" in self.splits else None
+        self.evaluator = SquadEvaluator(self.accelerator, model, self._make_question_set("dev"), self.settings)
+        self.test = self._make_question_set("test") if "test" in self.splits else None
         return self.evaluator
 
     def fingerprint(self) -> dict[str, Any]:
@@ -167,31 +187,36 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         return {"train_samples": len(self.train), "train_windows": len(self.rows)}
 
     def predictions(self, evaluator: SquadEvaluator) -> dict[str, str]:
-        return self._files("dev", evaluator.predictions)
+        return self._format_files("dev", evaluator.predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return {}, self._files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
+        return {}, self._format_files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
         return f"{self.name} dev ({rows}): {scores}; "
 
-    def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
+    def _make_windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
+        """Cut the contexts of questions into windows."""
         lengths = self.settings.max_length, self.stride, self.settings.max_query_length
         token_types = getattr(self.config, "type_vocab_size", 0) > 1
         return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
-    def _question_set(self, name: str) -> QuestionSet:
-        rows = self._windows(self.splits[name])
-        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, _lengths(rows), self.collate)
+    def _make_question_set(self, name: str) -> QuestionSet:
+        """Return a split with its windows and batches."""
+        rows = self._make_windows(self.splits[name])
+        loader, order = prepare_eval_dataloader(
+            self.settings, self.accelerator, rows, _count_tokens(rows), self.collate
+        )
         return QuestionSet(name, self.splits[name], rows, loader, order)
 
-    def _files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
+    def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
+        """Return the JSON files of a split: predictions, n-best answers and, for v2.0, null odds."""
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},
-            f"nbest_{split}": {p.id: nbest_entries(p, threshold is not None, n_best) for p in predictions},
+            f"nbest_{split}": {p.id: make_nbest_entries(p, threshold is not None, n_best) for p in predictions},
         }
         if threshold is not None:
             files[f"null_odds_{split}"] = {p.id: p.null_odds for p in predictions}
@@ -200,5 +225,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         }
 
 
-def _lengths(windows: list[Window]) -> list[int]:
+def _count_tokens(windows: list[Window]) -> list[int]:
+    """Return the length of each window in tokens."""
     return [len(window.input_ids) for window in windows]

@@ -1,1 +1,1 @@
-"""Training on of what was converted, by its task or towards a teacher."""
+"""Uptraining of converted models on their pretraining objective, on tables, or with a teacher."""

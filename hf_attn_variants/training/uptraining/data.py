@@ -1,4 +1,4 @@
-"""Rows of text for uptraining, from files, `datasets` sources or a stream."""
+"""Text for uptraining: rows from files, or blocks of a text stream."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,64 +25,69 @@ from ..engine.text_rows import (
 from ..engine.tokenizers import check_max_length, warn_about_truncation
 from ..pretraining.settings import TextSettings
 from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
-from ..pretraining.task import PreparedBlocks, stream_batches
+from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text, read_blocks, stack_rows
 from .settings import UptrainingSettings
 
-__all__ = ["Pieces", "UptrainingData", "UptrainingStream", "hold_out", "in_pieces", "load_uptraining_data"]
+__all__ = ["TextPieces", "UptrainingData", "UptrainingStream", "cut_into_pieces", "hold_out", "load_uptraining_data"]
 
 logger = logging.getLogger(__name__)
 
 
-class Pieces(NamedTuple):
-    """Where the pieces of some texts were.
+class TextPieces(NamedTuple):
+    """The origin of the pieces of a batch of texts.
 
     Attributes:
-        real: which pieces have a token, [b * p]; the others are not read.
-        texts: b, how many texts there are.
-        length: n, the tokens of a text.
+        real: Whether each piece has a token [b * p]. Pieces without tokens are not read.
+        texts: The number b of texts.
+        length: The number n of tokens per text.
     """
 
     real: Tensor
     texts: int
     length: int
 
-    def in_a_row(self, states: Tensor) -> Tensor:
-        """Return what was made of pieces, [pieces, l, ...], as if of whole texts [b, n, ...]; for padding zeros."""
+    def join(self, states: Tensor) -> Tensor:
+        """Join the results of the pieces [pieces, l, ...] to those of the texts [b, n, ...], with zeros at padding."""
         whole = states.new_zeros(len(self.real), *states.shape[1:])
         whole[self.real] = states
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
-def in_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], Pieces]:
-    """Cut texts into pieces of equal length; each is a text of its own to the model, without special tokens around it.
+def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
+    """Cut texts into pieces of equal length. The model reads each piece as a text without special tokens around it.
 
     Args:
-        inputs: arguments of the model, [b, n] each, padded on the right; `attention_mask` among them.
-        length: l, the tokens of a piece.
+        inputs: The inputs of the model [b, n], padded on the right, including `attention_mask`.
+        length: The length l of a piece in tokens.
 
     Returns:
-        The same arguments of all pieces that have a token, [pieces, l], and where these were.
+        The inputs of all pieces that have a token [pieces, l], and their origin.
     """
     texts, tokens = inputs["attention_mask"].shape
     filled = -tokens % length
     cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
     real = cut["attention_mask"].any(1)
-    return {name: tensor[real] for name, tensor in cut.items()}, Pieces(real, texts, tokens)
+    return {name: tensor[real] for name, tensor in cut.items()}, TextPieces(real, texts, tokens)
 
 
 class UptrainingStream:
-    """Blocks of text with spans left out (arXiv:1910.10683, section 3.1.4), to train on and to evaluate.
+    """Blocks of text for span corruption (arXiv 1910.10683, section 3.1.4), to train on and to evaluate.
 
-    With one text, seed and noise its batches are those of `pretrain-t5`.
+    With the same text, seed and noise, the batches are those of `pretrain-t5`.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
 
     Attributes:
-        held_out: the blocks to evaluate, prepared.
-        collate: a list of prepared blocks -> a batch.
+        held_out: The prepared blocks for the evaluation.
+        collate: Maps a list of prepared blocks to a batch.
 
     Raises:
-        OSError, ValueError: if the text cannot be read or has no held-out part, or the model or its tokenizer cannot
-            learn so.
+        OSError, ValueError: If the text cannot be read or has no held-out part, or if the model or its tokenizer does
+            not support span corruption.
     """
 
     pairs = False
@@ -97,8 +102,8 @@ class UptrainingStream:
         for path in (*(settings.train_file or ()), *(settings.validation_file or ())):
             if is_table(path):
                 raise ValueError(
-                    f"--objective {settings.objective} reads articles that empty lines separate, and {path} is a "
-                    "table: name the folder of such files as --dataset_name"
+                    f"--objective {settings.objective} needs text files in which empty lines separate articles, but "
+                    f"{path} is a table. Give the folder of such tables to --dataset_name."
                 )
         self.text = open_text(
             TextSettings(
@@ -112,72 +117,85 @@ class UptrainingStream:
         )
         if not self.text.dev:
             raise ValueError(
-                f"--dataset_name {settings.dataset_name} has no split 'validation', and of a stream no rows are held "
-                "out: give --validation_file"
+                f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
+                "--validation_file."
             )
-        self.first(1)  # text without a token is an error now
+        self.get_first(1)  # raises an error now if the text has no tokens
         self.held_out = PreparedBlocks(
             read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
         )
 
-    def first(self, count: int) -> list[Any]:
-        """Return the first training examples, no more than `count`."""
+    def get_first(self, count: int) -> list[Any]:
+        """Return the first training examples, at most `count`."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
-    def warn_of_short_steps(self, sequences: int) -> None:
-        """Say if the text is over before a step has so many sequences: a step ends with it."""
+    def warn_about_short_steps(self, sequences: int) -> None:
+        """Warn if the text has fewer sequences than a step. A step ends at the end of the text."""
         count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
         if count < sequences:
             logger.warning(
-                "the text makes %d sequences, fewer than the %d of a step: each step reads those alone. Give more "
-                "text, or a smaller --total_train_batch_size", count, sequences,
+                "The text has only %d sequences, but a step needs %d. Each step reads only those. Use more text or a "
+                "smaller --total_train_batch_size.", count, sequences,
             )  # fmt: skip
 
     def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
         """Return the training batches."""
         settings = self.settings
-        return stream_batches(
+        return make_stream_batches(
             settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells the training text, and what is made of it, from others."""
+        """Return values that identify the training text and its preparation."""
         settings = self.settings
         noise = {"noise": [settings.noise_density, settings.mean_noise_span_length]}
         return {**self.text.train_fingerprint, **noise, "shuffle_buffer_size": settings.shuffle_buffer_size}
 
     def dev_fingerprint(self) -> dict[str, Any]:
-        """Return what tells the held-out text from others."""
+        """Return values that identify the held-out text."""
         return self.text.dev_fingerprint
 
     def results(self) -> dict[str, Any]:
-        """Return the tokens of a block of text, and of the targets that it becomes."""
+        """Return the numbers of tokens of a block and of its targets."""
         return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
 
 
 PARALLEL_FLAGS = ("source_file", "target_file", "validation_source_file", "validation_target_file")
-# Held out of the training text where no validation file is given: this share, and no more than that many.
+# The share of the training text that is held out if there is no validation file, and the maximum number of rows.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
 def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Split off the last rows, since neighbours often come from one article; return rows to train on and held out.
+    """Split off the last rows for the evaluation, because neighboring rows often come from the same article.
 
-    Held out are 5 % of the rows, no more than `max_rows` or, without it, 512.
+    Args:
+        texts: The rows.
+        max_rows: The maximum number of held-out rows. None: 512.
+
+    Returns:
+        The training rows, and the held-out rows (5 % of all rows, but at least one).
 
     Raises:
-        ValueError: if there are fewer than two.
+        ValueError: If there are fewer than two rows.
     """
     if len(texts) < 2:
-        raise ValueError("the training text has one row, so none can be held out: give a validation file")
+        raise ValueError(
+            f"The training text must have at least 2 rows to hold one out, got {len(texts)}. Give a validation file."
+        )
     count = min(max_rows or MAX_HELD_OUT, max(1, int(HELD_OUT_SHARE * len(texts))))
     return texts[:-count], texts[-count:]
 
 
 @dataclass(frozen=True)
 class UptrainingData:
-    """Rows to train on, rows to evaluate, and how they become batches."""
+    """Rows for training and evaluation, and their collator.
+
+    Attributes:
+        train: The training rows.
+        held_out: The rows for the evaluation.
+        collate: Maps a list of rows to a batch.
+    """
 
     train: TextRows
     held_out: TextRows
@@ -188,61 +206,67 @@ class UptrainingData:
         """Whether a row is a pair of texts."""
         return isinstance(self.train.texts[0], tuple)
 
-    def first(self, count: int) -> list[Any]:
-        """Return the first training rows, no more than `count`."""
+    def get_first(self, count: int) -> list[Any]:
+        """Return the first training rows, at most `count`."""
         return [self.train[i] for i in range(min(count, len(self.train)))]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells the training rows from others."""
+        """Return values that identify the training rows."""
         return {"training examples": len(self.train), "hash of the training data": hash_texts(self.train.texts)}
 
     def dev_fingerprint(self) -> dict[str, Any]:
-        """Return what tells the held-out rows from others."""
+        """Return values that identify the held-out rows."""
         return {"hash of the held-out data": hash_texts(self.held_out.texts)}
 
 
 def load_uptraining_data(
-    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, reads: DecoderInput
+    settings: UptrainingSettings,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    input_kind: DecoderInput,
 ) -> UptrainingData:
-    """Read what the flags of `scripts/uptrain.py` name: sources and targets, or else texts or pairs to read as one.
+    """Read the text of the run: sources and targets, or texts or pairs of texts that the model reads as one input.
 
     Args:
-        settings: of the run.
-        config, tokenizer: of the model.
-        reads: what its decoder reads.
+        settings: The settings of the run.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
+        input_kind: The kind of input of the decoder of the model.
 
     Raises:
-        OSError: if a file cannot be read.
-        ValueError: if a file holds something else, a flag is missing, targets are longer than the model's positions,
-            or the tokenizer ends none.
+        OSError: If a file cannot be read.
+        ValueError: If a file has invalid content, if a flag is missing, if targets are longer than the model allows,
+            or if the tokenizer appends no end token to targets.
     """
-    if reads.is_target:
+    if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
-        check_max_length(_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
-    if reads is DecoderInput.OWN_TARGETS:
+        check_max_length(_get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
+    if input_kind is DecoderInput.OWN_TARGETS:
         check_end_token(settings, tokenizer)
-    collate = _collator(settings, config, tokenizer, reads.is_target)
-    train, held_out = (_read_pairs if reads.is_target else _read_texts)(settings)
+    collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
+    train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
         train, held_out = hold_out(train, settings.max_eval_samples)
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
-        _warn_of_long_rows(settings, tokenizer, split, rows, reads.is_target)
+        _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
     return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
 
 
-def _target_length(settings: UptrainingSettings) -> int:
+def _get_target_length(settings: UptrainingSettings) -> int:
+    """Return the maximum length of targets in tokens."""
     return settings.max_target_length or settings.max_length
 
 
-def _warn_of_long_rows(
+def _warn_about_long_rows(
     settings: UptrainingSettings, tokenizer: PreTrainedTokenizerBase, split: str, rows: list[Any], has_targets: bool
 ) -> None:
+    """Warn about rows that are longer than the maximum lengths."""
     columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
     if has_targets:
         sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
         warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
-        limit = _target_length(settings)
+        limit = _get_target_length(settings)
         warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
         return
     texts = dict(zip(("text", "text_pair"), columns, strict=False))
@@ -252,9 +276,12 @@ def _warn_of_long_rows(
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
-    _refuse(settings, PARALLEL_FLAGS, "is for a decoder that reads targets; this model reads --train_file")
+    """Read the training and held-out rows of a model without targets."""
+    _check_unset(
+        settings, PARALLEL_FLAGS, "needs a model with a decoder that reads targets. Use --train_file instead."
+    )
     if not settings.train_file:
-        raise ValueError(f"--objective {settings.objective} of this model needs --train_file")
+        raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
     columns = text_columns(
         [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
     )
@@ -270,15 +297,20 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 
 
 def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
-    _refuse(settings, ("text_columns",), "is for an encoder; a table of pairs has --source_column and --target_column")
+    """Read the training and held-out pairs of a model with targets."""
+    reason = "needs an encoder. Use --source_column and --target_column for a table of pairs."
+    _check_unset(settings, ("text_columns",), reason)
     sources = (settings.source_file, settings.validation_source_file)
     targets = (settings.target_file, settings.validation_target_file)
     if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
-        raise ValueError("--source_file and --target_file belong together, and so do their validation twins")
+        raise ValueError(
+            "--source_file and --target_file must be set together, and so must --validation_source_file and "
+            "--validation_target_file."
+        )
     if (settings.source_file is None) == (settings.train_file is None):
-        raise ValueError("an encoder-decoder needs --source_file and --target_file, or else a table as --train_file")
+        raise ValueError("Set either --source_file and --target_file, or a table as --train_file.")
     if sources[1] and settings.validation_file:
-        raise ValueError("give --validation_source_file and --validation_target_file or --validation_file, not both")
+        raise ValueError("Set either --validation_source_file and --validation_target_file, or --validation_file.")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
     train, held_out = (
         read_pairs(source, target) if source and target else read_columns(table or [], *columns)
@@ -289,15 +321,17 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     return train, held_out
 
 
-def _refuse(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:
+def _check_unset(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:
+    """Raise ValueError if one of these settings is set. `reason` completes the message."""
     for name in names:
         if getattr(settings, name) is not None:
             raise ValueError(f"--{name} {reason}")
 
 
-def _collator(
+def _make_collator(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
 ) -> Collator:
+    """Return the function that makes batches of rows."""
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
         return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
@@ -305,5 +339,7 @@ def _collator(
         return make_text_collator(tokenizer, *shape)
     start = config.decoder_start_token_id
     if start is None:
-        raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
-    return make_pair_collator(tokenizer, *shape, _target_length(settings), start, settings.source_prefix)
+        raise ValueError(
+            f"{settings.model_name_or_path} must have a decoder_start_token_id. Add it to its configuration."
+        )
+    return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)

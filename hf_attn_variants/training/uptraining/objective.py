@@ -1,4 +1,7 @@
-"""Losses of uptraining: distillation from the original model, and the model's own objective."""
+"""Losses of uptraining: distillation from the original model, and the training objective of the model itself.
+
+Shapes use these letters: b is the number of texts, n the number of tokens, and D the hidden size.
+"""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -22,7 +25,7 @@ from ..engine.losses import Term, sum_by_example, token_cross_entropy
 from ..engine.models import iterate_attentions
 from ..engine.outputs import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
-from .data import in_pieces
+from .data import cut_into_pieces
 from .settings import SPAN_CORRUPTION, UptrainingSettings
 
 __all__ = [
@@ -36,14 +39,14 @@ __all__ = [
     "check_teacher",
     "check_teacher_length",
     "check_teacher_types",
-    "embedding_distance",
-    "held_out_gain",
-    "labels_divergence",
-    "layer_error",
-    "logits_divergence",
-    "model_inputs",
-    "scores_error",
-    "term_weights",
+    "compute_embedding_distance",
+    "compute_held_out_gain",
+    "compute_labels_divergence",
+    "compute_layer_error",
+    "compute_logits_divergence",
+    "compute_scores_error",
+    "get_model_inputs",
+    "resolve_term_weights",
 ]
 
 logger = logging.getLogger(__name__)
@@ -51,75 +54,99 @@ logger = logging.getLogger(__name__)
 ENCODER, DECODER = "encoder", "decoder"
 PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
-# The teacher's scores, beside its layers, among the variances.
+# The key of the teacher's scores among the variances. The other keys are layer kinds and sides.
 SCORES = ("logits", ENCODER)
 
 
 @dataclass
 class Activations:
-    """What a forward pass leaves to compare."""
+    """The results of a forward pass that are compared.
 
-    logits: Tensor | None = None  # [b, n, vocabulary] or [b, labels]; None for a model without such a head
-    # Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot be either.
+    Attributes:
+        logits: [b, n, vocabulary] or [b, labels], or None for a model without such a head.
+        span_logits: The logits of the start and the end of an answer [b, 2, n], or None. Padding has a low value.
+        hidden_states: The output of each layer [b, n, D] by side: "encoder" and, for encoder-decoders, "decoder".
+        attention_outputs: The output of each attention module [b, n, D] by side.
+    """
+
+    logits: Tensor | None = None
     span_logits: Tensor | None = None
-    # Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer, or attention, [b, n, D].
     hidden_states: dict[str, list[Tensor]] = field(default_factory=dict)
     attention_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class ActivationRecorder:
-    """Runs a model and keeps what `Activations` holds.
+    """Runs a model, and returns its `Activations`.
 
-    The model's attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
+    Args:
+        model: The model. Its attention modules get hooks, which are not removed. The model may be wrapped for
+            data-parallel training afterwards.
+        attention_outputs: Whether to record the outputs of the attention modules.
 
     Raises:
-        ValueError: if the attentions of this architecture are not known.
+        ValueError: If this package does not support the architecture.
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
         self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
         self.answer = logits_kind(model)
-        self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
+        self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
         if attention_outputs:
             for site, _, module in iterate_attentions(model):
                 side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
-                self._keep_output(module.get_submodule(site.output), side)
+                self._record_output(module.get_submodule(site.output), side)
 
-    def _keep_output(self, module: nn.Module, side: str) -> None:
+    def _record_output(self, module: nn.Module, side: str) -> None:
+        """Record the outputs of a module."""
+
         def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
-            # Gradient checkpointing calls again in the backward pass.
+            # Gradient checkpointing also calls the module in the backward pass.
             if self._outputs is not None:
-                self._outputs.setdefault(side, []).append(output)  # ALBERT's layers share one attention
+                self._outputs.setdefault(side, []).append(output)  # the layers of ALBERT share one module
 
         module.register_forward_hook(keep)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
-        """Run `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
+        """Run the model on a batch.
+
+        Args:
+            model: The model of the constructor, or its wrapper.
+            inputs: The inputs of the model.
+            hidden_states: Whether to return the outputs of the layers.
+        """
         self._outputs = {}
-        # A decoder would keep keys and values that nothing reads; an encoder does not know the argument.
+        # A decoder would store keys and values that are never read. An encoder does not have the argument.
         options = {"use_cache": False} if self.has_both_stacks else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
-        kept, self._outputs = self._outputs, None
+        attention_outputs, self._outputs = self._outputs, None
         fields = {ENCODER: "hidden_states"}
         if self.has_both_stacks:
             fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
-        # The first entry is the embeddings.
+        # The first hidden states are the embeddings.
         layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
-        return Activations(getattr(outputs, "logits", None), _span_logits(inputs, outputs), layers, kept)
+        span_logits = _get_span_logits(inputs, outputs)
+        return Activations(getattr(outputs, "logits", None), span_logits, layers, attention_outputs)
 
 
-def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
+def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
+    """Return the logits of a model for question answering [b, 2, n], or None for other models."""
     if getattr(outputs, "start_logits", None) is None:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
-    # No weight is left of it, at any temperature that is used, and half precision holds it.
+    # This value leaves padding no weight at usual temperatures, and fits into half precision.
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
 
 
 class Teacher:
-    """A frozen model, run in the context `autocast`, whose activations a student is compared with.
+    """A frozen model whose activations are the targets of a student.
 
-    With a `max_length` it reads a longer text in pieces of so many tokens (`in_pieces`); an encoder alone can.
+    Args:
+        model: The model.
+        hidden_states: Whether to return the outputs of the layers.
+        attention_outputs: Whether to return the outputs of the attention modules.
+        autocast: A function that returns the context in which the model runs.
+        max_length: The maximum number of tokens that the model reads at once. It reads longer texts in pieces (see
+            `cut_into_pieces`). Only encoders support this. None: no pieces.
     """
 
     def __init__(
@@ -138,139 +165,160 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
-        """Return the teacher's activations on a batch of model inputs."""
+        """Return the activations of the teacher for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
-            inputs, pieces = in_pieces(inputs, self.max_length)
+            inputs, pieces = cut_into_pieces(inputs, self.max_length)
         with self._autocast():
-            found = self.recorder.run(self.model, inputs, self.hidden_states)
+            activations = self.recorder.run(self.model, inputs, self.hidden_states)
         if pieces is None:
-            return found
-        logits = None if found.logits is None else pieces.in_a_row(found.logits)
+            return activations
+        logits = None if activations.logits is None else pieces.join(activations.logits)
         layers = (
-            {side: list(map(pieces.in_a_row, states)) for side, states in kind.items()}
-            for kind in (found.hidden_states, found.attention_outputs)
+            {side: list(map(pieces.join, states)) for side, states in kind.items()}
+            for kind in (activations.hidden_states, activations.attention_outputs)
         )
         return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measure the variance of each layer's activations over tokens, and of scores, by which errors are divided.
+        """Measure the variances that errors are divided by: of each layer's activations over tokens, and of scores.
 
-        The batches are model inputs, and the mask [b, n] of real tokens of each side.
+        Args:
+            batches: The model inputs of each batch, and the masks [b, n] of real tokens by side.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
             activations = self.run(inputs)
             for kind in LAYER_KINDS:
                 for side, layers in getattr(activations, kind).items():
-                    found = moments.setdefault((kind, side), [_Moments() for _ in layers])
-                    for moment, states in zip(found, layers, strict=True):
+                    layer_moments = moments.setdefault((kind, side), [_Moments() for _ in layers])
+                    for moment, states in zip(layer_moments, layers, strict=True):
                         moment.add(states[masks[side].bool()])
             if self.recorder.answer is LogitsKind.SCORES and activations.logits is not None:
                 moments.setdefault(SCORES, [_Moments()])[0].add(activations.logits)
-        self.variances = {key: [moment.variance() for moment in found] for key, found in moments.items()}
+        self.variances = {key: [moment.variance() for moment in entries] for key, entries in moments.items()}
 
 
 class _Moments:
-    """Running moments of vectors, for the mean variance of a coordinate, a scalar."""
+    """Running sums of vectors, for the mean variance of their coordinates."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, states: Tensor) -> None:
-        states = states.cpu().double()  # [n, D]
+        """Add vectors [n, D]."""
+        states = states.cpu().double()
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 
     def variance(self) -> Tensor:
+        """Return the variance, averaged over coordinates, as a positive scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
-        return variance.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that always gives the same vector
+        return variance.clamp(min=torch.finfo(torch.float32).tiny)  # it is 0 if all vectors are equal
 
 
-def layer_error(
+def compute_layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
 ) -> Term:
-    """Return the squared error of each token's vectors as a share of their variance, averaged over layers.
+    """Return the squared error of each token relative to the variance, averaged over layers.
 
-    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere. `student` and `teacher`
-    have one tensor [b, n, D] a layer, `variances` the teacher's, a scalar a layer; `mask` [b, n] is 1 for a real
-    token.
+    The error is 0 if student and teacher are equal, and 1 on average if the student always returns the mean vector of
+    the teacher.
+
+    Args:
+        student: The activations of the student, one tensor [b, n, D] per layer.
+        teacher: The activations of the teacher.
+        variances: The variances of the teacher, one scalar per layer.
+        mask: 1 for real tokens [b, n].
     """
     errors = torch.zeros(mask.shape, device=mask.device)
-    for mine, other, variance in zip(student, teacher, variances, strict=True):
-        errors = errors + (mine.float() - other.float()).square().mean(-1) / variance  # [b, n]
+    for student_states, teacher_states, variance in zip(student, teacher, variances, strict=True):
+        errors = errors + (student_states.float() - teacher_states.float()).square().mean(-1) / variance  # [b, n]
     mask = mask.to(errors.dtype)
     return (errors * mask).sum(-1) / len(student), mask.sum(-1)
 
 
-def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv:1503.02531).
+def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+    """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv 1503.02531).
 
     Args:
-        student, teacher: logits [b, n, classes], or [b, classes].
-        mask: [b, n], 1 where it counts; None for logits [b, classes].
-        temperature: divides the logits; the result is multiplied by its square, so that gradients keep their size.
+        student: The logits of the student [b, n, classes] or [b, classes].
+        teacher: The logits of the teacher.
+        mask: 1 for positions that count [b, n]. None for logits [b, classes].
+        temperature: The logits are divided by it. The result is multiplied by its square, so that the size of the
+            gradients does not change.
     """
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
         mask = torch.ones(student.shape[:2], device=student.device)
-    chosen = mask.bool()  # [b, n]; the vocabulary is large, so only what counts is computed
+    chosen = mask.bool()  # [b, n]; only these positions are computed, because the vocabulary is large
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
     return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
-def labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Return the Kullback-Leibler divergence of each label's probability, in nats a label.
+def compute_labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+    """Return the Kullback-Leibler divergence of the probability of each label, in nats per label.
 
     Args:
-        student, teacher: logits [b, labels], each of a sigmoid.
-        mask: [b, labels], 1 where it counts; None: everywhere.
-        temperature: as in `logits_divergence`.
+        student: The logits of the student before a sigmoid [b, labels].
+        teacher: The logits of the teacher.
+        mask: 1 for labels that count [b, labels]. None: all labels.
+        temperature: As for `compute_logits_divergence`.
     """
-    # A sigmoid of z is a softmax over z and 0.
+    # A sigmoid of z is a softmax of z and 0.
     student, teacher = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
     mask = torch.ones_like(student[..., 0]) if mask is None else mask
-    return logits_divergence(student, teacher, mask, temperature)
+    return compute_logits_divergence(student, teacher, mask, temperature)
 
 
-def scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
-    """Return the squared error of each example's scores [b, scores] as a share of their variance (a scalar)."""
+def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
+    """Return the squared error of the scores [b, scores] of each example, relative to their variance (a scalar)."""
     errors = (student.float() - teacher.float()).square().mean(-1) / variance
     return errors, torch.ones_like(errors)
 
 
-def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
-    """Return 1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
-    mine, other = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
-    return 1 - functional.cosine_similarity(mine, other, dim=-1), torch.ones_like(mask[:, 0])
+def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
+    """Return 1 - cosine of the mean-pooled sentence embeddings, from hidden states [b, n, D] and the mask [b, n]."""
+    student_embedding, teacher_embedding = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
+    distance = 1 - functional.cosine_similarity(student_embedding, teacher_embedding, dim=-1)
+    return distance, torch.ones_like(mask[:, 0])
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Check from their configurations that a teacher and a student can be compared in what is asked.
+    """Check from their configurations that a student and a teacher can be compared.
+
+    Args:
+        student: The configuration of the student.
+        teacher: The configuration of the teacher.
+        hidden_states: Whether the outputs of the layers are compared.
+        attention_outputs: Whether the outputs of the attention modules are compared.
+        embedding: Whether sentence embeddings are compared.
 
     Raises:
-        ValueError: if they differ in something that has to be the same; the message names it.
+        ValueError: If a field differs that must be the same. The message names it.
     """
-    rules = {"vocab_size": "the teacher reads the student's token ids"}
+    rules = {"vocab_size": "The teacher reads the token ids of the student."}
     if hidden_states or attention_outputs or embedding:
-        rules["hidden_size"] = "--hidden_states_weight, --attention_outputs_weight and embeddings compare vectors"
+        rules["hidden_size"] = "--hidden_states_weight, --attention_outputs_weight and embeddings compare vectors."
     if hidden_states or attention_outputs:
-        reason = "--hidden_states_weight and --attention_outputs_weight compare layer by layer; 0 leaves them out"
-        # An encoder-decoder's first is the encoder's; its decoder has T5's name, or BART's.
+        reason = "--hidden_states_weight and --attention_outputs_weight compare layer by layer. Set them to 0."
+        # The first field is that of the encoder. The field of the decoder has the name of T5 or that of BART.
         rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
-        mine, other = getattr(student, name, None), getattr(teacher, name, None)
-        if mine != other:
-            raise ValueError(f"--teacher has {name} {other} and the model has {mine}; they must be the same: {reason}")
+        student_value, teacher_value = getattr(student, name, None), getattr(teacher, name, None)
+        if student_value != teacher_value:
+            raise ValueError(
+                f"--teacher must have the same {name} as the model ({student_value}), got {teacher_value}. {reason}"
+            )
 
 
-# What a batch holds besides the model's inputs: targets, and where a stream of text goes on behind it.
+# The entries of a batch that are not inputs of the model: targets, and the position of a text stream.
 NOT_INPUTS = ("labels", "position", "examples")
-# Each term, by its name among the metrics -> the weight that it is multiplied by.
-TERMS = {
+# The field of `TermWeights` for each term.
+WEIGHT_BY_TERM = {
     "cross_entropy": "cross_entropy",
     "embedding_distance": "embedding_distance",
     "logits_divergence": "logits",
@@ -281,30 +329,45 @@ TERMS = {
 
 @dataclass(frozen=True)
 class TermWeights:
-    """What each term of the loss is multiplied by; 0 leaves it out."""
+    """The weights of the terms of the loss. A term with weight 0 is left out.
 
-    cross_entropy: float = 0.0  # of the labels: masked tokens, or target tokens
+    Attributes:
+        cross_entropy: The weight of the labels: masked tokens or target tokens.
+        embedding_distance: The weight of `compute_embedding_distance`.
+        hidden_states: The weight of the `compute_layer_error` of the layers.
+        attention_outputs: The weight of the `compute_layer_error` of the attention modules.
+        logits: The weight of `compute_logits_divergence`, `compute_labels_divergence` or `compute_scores_error`.
+        temperature: The temperature of the divergence.
+    """
+
+    cross_entropy: float = 0.0
     embedding_distance: float = 0.0
-    hidden_states: float = 0.0  # `layer_error` of each layer
-    attention_outputs: float = 0.0  # `layer_error` of each attention
-    logits: float = 0.0  # `logits_divergence`, or `scores_error`
-    temperature: float = 1.0  # of that divergence
+    hidden_states: float = 0.0
+    attention_outputs: float = 0.0
+    logits: float = 0.0
+    temperature: float = 1.0
 
     @property
-    def need_hidden_states(self) -> bool:
+    def needs_hidden_states(self) -> bool:
+        """Whether a term needs the outputs of the layers."""
         return self.hidden_states > 0 or self.embedding_distance > 0
 
 
-def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a batch the model is called with."""
+def get_model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries of a batch that are inputs of the model."""
     return {key: value for key, value in batch.items() if key not in NOT_INPUTS}
 
 
 class UptrainingObjective:
-    """The weighted sum of terms, each the mean over its own items (tokens, or sentences) of the batch.
+    """A weighted sum of terms. Each term is the mean over its own items (tokens or sentences) of the batch.
 
-    A batch counts by its labels, where it has some (masked tokens, or targets), by its sentences, where only their
-    embeddings are compared, and by its tokens otherwise. The model is the student, not yet wrapped.
+    The size of a batch is the number of its labels (masked tokens or target tokens). Without labels, it is the number
+    of sentences if only their embeddings are compared, and otherwise the number of tokens.
+
+    Args:
+        model: The student, which is not wrapped yet.
+        weights: The weights of the terms.
+        teacher: The teacher, or None.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
@@ -322,109 +385,127 @@ class UptrainingObjective:
         return int(batch["attention_mask"].sum())
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss, times `count`."""
-        return self.total(self.terms(model, batch)) * self.count(batch)
+        """Return the loss of a batch, multiplied by `count`."""
+        return self.sum_terms(self.compute_terms(model, batch)) * self.count(batch)
 
-    def total(self, terms: dict[str, Term]) -> Tensor:
-        """Return the weighted sum of the terms' means."""
-        weights = {name: getattr(self.weights, TERMS[name]) for name in terms}
+    def sum_terms(self, terms: dict[str, Term]) -> Tensor:
+        """Return the weighted sum of the means of the terms."""
+        weights = {name: getattr(self.weights, WEIGHT_BY_TERM[name]) for name in terms}
         losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
 
-    def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
-        """Compute each term, example by example.
+    def compute_terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
+        """Compute each term for each example.
 
-        Evaluating, also those that cost nothing more but have no weight: cross-entropy and embedding distance.
+        Args:
+            model: The student or its wrapper.
+            batch: The batch.
+            evaluating: Whether to also compute cheap terms that have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
-        inputs = model_inputs(batch)
-        # With a teacher, evaluation looks at embeddings whatever the terms are.
+        inputs = get_model_inputs(batch)
+        # With a teacher, the evaluation computes the embedding distance whatever the weights are.
         embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
-        student = self.recorder.run(model, inputs, hidden_states=weights.need_hidden_states or (evaluating and embeds))
+        student = self.recorder.run(
+            model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
+        )
         terms: dict[str, Term] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
             terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
-            terms |= self._teacher_terms(student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating)
+            terms |= self._compute_teacher_terms(
+                student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating
+            )
         return terms
 
-    def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the masks of real tokens [b, n] of each side."""
+    def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the masks [b, n] of real tokens by side."""
         masks = {ENCODER: batch["attention_mask"]}
         if not self.has_both_stacks:
             return masks
-        # Without targets the decoder reads the same text.
+        # If there are no targets, the decoder reads the same text as the encoder.
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
-    def _teacher_terms(
+    def _compute_teacher_terms(
         self,
         student: Activations,
-        of_teacher: Teacher,
+        teacher_model: Teacher,
         teacher: Activations,
         batch: dict[str, Tensor],
         embeds: bool,
     ) -> dict[str, Term]:
-        weights, masks = self.weights, self.masks(batch)
+        """Compute the terms that compare student and teacher."""
+        weights, masks = self.weights, self.get_masks(batch)
         terms: dict[str, Term] = {}
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
             for side, layers in getattr(student, kind).items():
-                variances = of_teacher.variances[kind, side]
-                terms[f"{side}_{kind}_error"] = layer_error(
+                variances = teacher_model.variances[kind, side]
+                terms[f"{side}_{kind}_error"] = compute_layer_error(
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
         if weights.logits:
-            terms |= self._logits_term(student, of_teacher, teacher, batch)
+            terms |= self._compute_logits_term(student, teacher_model, teacher, batch)
         if weights.embedding_distance or embeds:
             states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
-            terms["embedding_distance"] = embedding_distance(*states, masks[ENCODER])
+            terms["embedding_distance"] = compute_embedding_distance(*states, masks[ENCODER])
         return terms
 
-    def _logits_term(
-        self, student: Activations, of_teacher: Teacher, teacher: Activations, batch: dict[str, Tensor]
+    def _compute_logits_term(
+        self, student: Activations, teacher_model: Teacher, teacher: Activations, batch: dict[str, Tensor]
     ) -> dict[str, Term]:
+        """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
         if (student.span_logits is None) != (teacher.span_logits is None):
             raise ValueError(
-                "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
+                "--logits_weight needs the same kind of logits, but only one of the model and its teacher answers "
+                "questions. Use another --teacher, or set --logits_weight 0."
             )
         if student.span_logits is not None and teacher.span_logits is not None:
-            mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
+            mask = torch.ones_like(batch["attention_mask"][:, :2])  # one distribution for the start, one for the end
             spans = student.span_logits, teacher.span_logits
-            return {"logits_divergence": logits_divergence(*spans, mask, temperature)}
-        others = of_teacher.recorder.answer
-        if student.logits is not None and teacher.logits is not None and others is not answer:
+            return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
+        teacher_answer = teacher_model.recorder.answer
+        if student.logits is not None and teacher.logits is not None and teacher_answer is not answer:
             raise ValueError(
-                f"--logits_weight needs logits of one kind: the model's are {answer.value}, its teacher's "
-                f"{others.value} (num_labels and problem_type in config.json)"
+                f"--logits_weight needs the same kind of logits, got {answer.value} of the model and "
+                f"{teacher_answer.value} of its teacher. Check num_labels and problem_type in config.json."
             )
-        logits = _checked_logits(student.logits, teacher.logits, answer)
+        logits = _check_logits(student.logits, teacher.logits, answer)
         if answer is LogitsKind.SCORES:
-            return {"scores_error": scores_error(*logits, of_teacher.variances[SCORES][0])}
-        of_tokens = None
+            return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
+        of_tokens = None  # None: all labels count
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = logits_divergence if answer is LogitsKind.CLASSES else labels_divergence
+        divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_labels_divergence
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 
-def _checked_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
+def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
+    """Return the logits, or raise ValueError if they cannot be compared."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    # A distribution over a single class is always the same.
+    # A distribution over a single class is constant.
     too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
-        found = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
-        raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
+        got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
+        raise ValueError(
+            f"--logits_weight needs logits of the same shape over at least 2 classes, got {got}. Set it to 0."
+        )
     return student, teacher
 
 
 class UptrainingEvaluator(MetricEvaluator):
-    """Evaluates held-out rows: "loss", its terms ("embedding_cosine" for that distance) and, where asked for, "bleu".
+    """Evaluator of held-out rows: "loss", its terms, "embedding_cosine" and, if there are references, "bleu".
 
     Args:
-        loader: held-out batches, prepared by the accelerator.
-        references: the targets in the loader's order; without them no texts are generated.
+        accelerator: The accelerator.
+        model: The model.
+        objective: The objective.
+        loader: The held-out batches, prepared by the accelerator.
+        tokenizer: The tokenizer.
+        references: The targets in the order of the loader. None: generate no texts.
+        settings: The settings of the run.
     """
 
     def __init__(
@@ -437,7 +518,7 @@ class UptrainingEvaluator(MetricEvaluator):
         references: list[str] | None,
         settings: UptrainingSettings,
     ):
-        super().__init__(self._scores)
+        super().__init__(self._compute_scores)
         self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
         self.tokenizer, self.references, self.settings = tokenizer, references, settings
         self.bleu_tokenizer: str | None = None
@@ -448,14 +529,15 @@ class UptrainingEvaluator(MetricEvaluator):
             log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
 
     @torch.no_grad()
-    def _scores(self) -> dict[str, float]:
+    def _compute_scores(self) -> dict[str, float]:
+        """Return the metrics of the held-out rows."""
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
-        quiet = self.settings.disable_tqdm
-        for batch in progress_bar(self.accelerator, quiet, iterable=self.loader, desc="Evaluating", leave=False):
-            terms = self.objective.terms(self.model, batch, evaluating=True)
-            # Rows repeated to fill the last batch of each process are left out again.
+        disable = self.settings.disable_tqdm
+        for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
+            terms = self.objective.compute_terms(self.model, batch, evaluating=True)
+            # Drop the rows that were repeated to fill the last batch of each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
             if self.references is not None:
@@ -463,19 +545,20 @@ class UptrainingEvaluator(MetricEvaluator):
         totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
         if not all(items for _, items in totals.values()):
             raise ValueError(
-                "the held-out text has no token that a loss counts (none is masked, or each row is empty): give more "
-                "of it with --validation_file"
+                "The held-out text must have tokens that the loss counts, but none is masked or each row is empty. "
+                "Give more text to --validation_file."
             )
-        metrics = {"loss": float(self.objective.total(totals))}
+        metrics = {"loss": float(self.objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
         if self.references is not None:
-            right = [(reference,) for reference in self.references]
-            metrics |= score_texts(["bleu"], generated, right, tokenize=self.bleu_tokenizer)
+            references = [(reference,) for reference in self.references]
+            metrics |= score_texts(["bleu"], generated, references, tokenize=self.bleu_tokenizer)
         return metrics
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
+        """Generate the texts of a batch with greedy search."""
         model = self.accelerator.unwrap_model(self.model)
         with ignore_saved_length_limits(model):
             ids = model.generate(
@@ -492,118 +575,146 @@ class UptrainingEvaluator(MetricEvaluator):
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
-    """Check that the checkpoint is of the kind that the flags are for.
+    """Check that the objective supports the architecture of the checkpoint.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: If it does not.
     """
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("ForMultipleChoice"):
         raise ValueError(
-            f"{settings.model_name_or_path} is a {architecture}: uptraining has no texts of several "
-            "choices; convert and uptrain the model that it was fine-tuned from"
+            f"{settings.model_name_or_path} must not be a {architecture}, because uptraining does not support several "
+            "choices. Convert and uptrain the model that it was fine-tuned from."
         )
     pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
-    wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
-    wanted += [("--predict_with_generate", True)] if settings.predict_with_generate else []
-    for flag, is_encoder_decoder in wanted:
+    rules = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
+    rules += [("--predict_with_generate", True)] if settings.predict_with_generate else []
+    for flag, is_encoder_decoder in rules:
         if config.is_encoder_decoder != is_encoder_decoder:
-            kind, found = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
-            raise ValueError(f"{flag} is for {kind}; {settings.model_name_or_path} ({config.model_type}) is {found}")
+            rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
+            raise ValueError(
+                f"{flag} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) is {got}. Use another "
+                "model."
+            )
 
 
-def held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
-    """Return whether training lowered the held-out loss, for the results; {} without steps. Warn if it did not.
+def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
+    """Return whether training reduced the held-out loss, as an entry of the results. Warn if it did not.
 
     Args:
-        before: the record of the log before training.
-        after: the dev metrics after it.
-        steps: of the training.
+        before: The record of the log before training.
+        after: The dev metrics after training.
+        steps: The number of training steps. Without steps, the result is empty.
     """
     if not steps or "eval_loss" not in before:
         return {}
     is_lower = after["loss"] < before["eval_loss"]
     if not is_lower:
-        message = "the held-out loss did not improve: %.4f before training, %.4f after. Train for more steps, or with "
-        message += "a lower --learning_rate, or use the checkpoint as it was."
+        message = "The held-out loss did not improve: %.4f before training, %.4f after. Train for more steps or with "
+        message += "a lower --learning_rate, or use the original checkpoint."
         logger.warning(message, before["eval_loss"], after["loss"])
     return {"held_out_loss_improved": is_lower}
 
 
-def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeights:
-    """Return the weights of the loss's terms, defaults filled in.
+def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput) -> TermWeights:
+    """Return the weights of the terms of the loss, including the defaults.
 
     Args:
-        settings: the run's.
-        reads: what the model's decoder reads.
+        settings: The settings of the run.
+        input_kind: The kind of input of the decoder of the model.
 
     Raises:
-        ValueError: if there is a teacher, and no term looks at it.
+        ValueError: If there is a teacher but all its terms have weight 0, or if the model lacks a head.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
-    if settings.logits_weight and reads is DecoderInput.TARGETS:
-        raise ValueError(f"--logits_weight needs a head, and {settings.model_name_or_path} has none")
-    if settings.predict_with_generate and reads is not DecoderInput.OWN_TARGETS:
+    if settings.logits_weight and input_kind is DecoderInput.TARGETS:
         raise ValueError(
-            f"--predict_with_generate needs a head that writes, and {settings.model_name_or_path} has none"
+            f"--logits_weight needs a model with a head, but {settings.model_name_or_path} has none. Set it to 0."
+        )
+    if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
+        raise ValueError(
+            f"--predict_with_generate needs a model that generates text, but {settings.model_name_or_path} does not. "
+            "Remove it."
         )
     if settings.teacher is None:
         return TermWeights(cross_entropy=1.0)
     weights = TermWeights(
         cross_entropy=float(has_task),
         embedding_distance=float(embeds),
-        hidden_states=_given(settings.hidden_states_weight, float(not embeds)),
-        attention_outputs=_given(settings.attention_outputs_weight, float(not embeds)),
-        logits=_given(settings.logits_weight, float(has_task or reads is DecoderInput.OWN_TARGETS)),
+        hidden_states=_value_or_default(settings.hidden_states_weight, float(not embeds)),
+        attention_outputs=_value_or_default(settings.attention_outputs_weight, float(not embeds)),
+        logits=_value_or_default(settings.logits_weight, float(has_task or input_kind is DecoderInput.OWN_TARGETS)),
         temperature=settings.temperature,
     )
-    of_teacher = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
-    if not any(of_teacher.values()):
-        raise ValueError("--teacher would not be looked at: each of --hidden_states_weight, --logits_weight, ... is 0")
+    teacher_weights = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
+    if not any(teacher_weights.values()):
+        raise ValueError(
+            "--teacher needs a weight above 0, but --hidden_states_weight, --attention_outputs_weight and "
+            "--logits_weight are 0. Set one of them, or remove --teacher."
+        )
     return weights
 
 
 def check_teacher_length(
-    settings: UptrainingSettings, teacher: PreTrainedConfig, reads: DecoderInput, weights: TermWeights
+    settings: UptrainingSettings, teacher: PreTrainedConfig, input_kind: DecoderInput, weights: TermWeights
 ) -> None:
-    """Check how many tokens the teacher is to read at once, of texts and of targets.
+    """Check that the teacher supports the lengths of the texts and the targets.
+
+    Args:
+        settings: The settings of the run.
+        teacher: The configuration of the teacher.
+        input_kind: The kind of input of the decoder of the model.
+        weights: The weights of the terms.
 
     Raises:
-        ValueError: if they are more than it has positions for, or pieces of a text make no answer for the whole.
+        ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
     """
-    asked, positions = settings.teacher_max_length, longest_input(teacher)
-    if asked is not None and reads is not DecoderInput.NOTHING:
-        raise ValueError(f"--teacher_max_length is for encoders; {settings.model_name_or_path} has a decoder")
-    if asked is not None and weights.logits and settings.objective != "mlm":
-        raise ValueError("--teacher_max_length and --logits_weight: pieces of a text have no answer of the whole")
-    if positions is not None and min(asked or settings.max_length, settings.max_length) > positions:
+    piece_length, positions = settings.teacher_max_length, longest_input(teacher)
+    if piece_length is not None and input_kind is not DecoderInput.NOTHING:
         raise ValueError(
-            f"--teacher {settings.teacher} has {positions} positions, for --max_length {settings.max_length}: give "
-            f"--teacher_max_length, at most {positions}" + ("" if asked is None else f"; got {asked}")
+            f"--teacher_max_length needs an encoder, but {settings.model_name_or_path} has a decoder. Remove it."
+        )
+    if piece_length is not None and weights.logits and settings.objective != "mlm":
+        raise ValueError(
+            "--teacher_max_length must not be set with --logits_weight, because the pieces of a text have no common "
+            "output. Set one of them to 0 or remove it."
+        )
+    if positions is not None and min(piece_length or settings.max_length, settings.max_length) > positions:
+        raise ValueError(
+            f"--teacher {settings.teacher} has {positions} positions, but --max_length is {settings.max_length}. "
+            f"Set --teacher_max_length to at most {positions}"
+            + ("." if piece_length is None else f", not {piece_length}.")
         )
     targets = settings.max_target_length or settings.max_length
-    if positions is not None and reads.is_target and targets > positions:
+    if positions is not None and input_kind.is_target and targets > positions:
         raise ValueError(
-            f"--teacher {settings.teacher} has {positions} positions, for --max_target_length {targets}: give at most "
-            f"{positions}"
+            f"--max_target_length must be at most {positions}, the number of positions of --teacher "
+            f"{settings.teacher}, got {targets}."
         )
 
 
 def check_teacher_types(
     settings: UptrainingSettings, teacher: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: bool
 ) -> None:
-    """Check that the teacher of a model that tells the two texts of a pair apart can, too.
+    """Check that the teacher distinguishes the two texts of a pair if the model does.
+
+    Args:
+        settings: The settings of the run.
+        teacher: The configuration of the teacher.
+        tokenizer: The tokenizer of the model.
+        pairs: Whether a row is a pair of texts.
 
     Raises:
-        ValueError: if it has an embedding for tokens of the first text alone.
+        ValueError: If the teacher has an embedding only for tokens of the first text.
     """
-    kinds = getattr(teacher, "type_vocab_size", None)  # None: it is not told which
-    if pairs and "token_type_ids" in tokenizer.model_input_names and kinds is not None and kinds < 2:
+    token_types = getattr(teacher, "type_vocab_size", None)  # None: the teacher reads no token types
+    if pairs and "token_type_ids" in tokenizer.model_input_names and token_types is not None and token_types < 2:
         raise ValueError(
-            f"--teacher {settings.teacher} has type_vocab_size {kinds}, and the tokens of a pair are of 2 types: give "
-            "a teacher that knows both, or texts that are not pairs"
+            f"--teacher {settings.teacher} must have at least 2 token types for pairs of texts, got type_vocab_size "
+            f"{token_types}. Use another teacher, or single texts."
         )
 
 
-def _given(value: float | None, default: float) -> float:
+def _value_or_default(value: float | None, default: float) -> float:
+    """Return a value, or a default if it is None."""
     return default if value is None else value

@@ -1,4 +1,4 @@
-"""The settings of uptraining, and the weights of the loss's terms that they ask for."""
+"""Settings of uptraining."""
 
 import dataclasses
 import importlib.util
@@ -25,14 +25,14 @@ __all__ = ["OBJECTIVES", "SPAN_CORRUPTION", "TRAINABLE", "UptrainingSettings", "
 
 SPAN_CORRUPTION = "span_corruption"
 OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding", SPAN_CORRUPTION)
-# Which parameters can be trained; see `trainable`.
+# The values of `trainable`.
 TRAINABLE = ("attention", "all", "lora")
 TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
 WARMUP_RATIO = 0.05
-# T5's pretraining (arXiv:1910.10683): 512 tokens (section 3.1.2); of the released checkpoints 2^11 sequences a step
-# (section 3.7); a rate of 1 / sqrt(max(step, 10^4)), which is this one after their million steps.
+# The pretraining of T5 (arXiv 1910.10683): 512 tokens (section 3.1.2), 2^11 sequences per step for the released
+# checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)). After their million steps, it is 1e-3.
 T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
-# What only a stream of text has, and what only rows of text have.
+# The settings that apply only to a text stream, and those that apply only to rows of text.
 STREAM_FLAGS = (
     "dataset_name",
     "dataset_config_name",
@@ -50,116 +50,140 @@ ROW_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingTextSettings(BleuSettings):
-    """Which texts, and what is made of them."""
+    """The texts and their preparation."""
 
     title: ClassVar[str] = "text"
 
     train_file: tuple[str, ...] | None = option(
-        "Text, one example a line (.txt, .gz), or tables (.csv, .tsv, .json, .jsonl); for an encoder-decoder tables "
-        "with two columns, unless --source_file is given. With --objective span_corruption a stream of articles that "
-        "empty lines separate (.txt, .gz).",
+        "Text files with one example per line (.txt, .gz), or tables (.csv, .tsv, .json, .jsonl). Tables for an "
+        "encoder-decoder have two columns, unless --source_file is set. With --objective span_corruption: text files "
+        "in which empty lines separate articles.",
         None,
     )
     validation_file: tuple[str, ...] | None = option(
-        "Held-out text of the same kind; see --max_eval_samples.", None, resume=WITH_BEST_WEIGHTS
+        "Held-out text in the same format (see --max_eval_samples).", None, resume=WITH_BEST_WEIGHTS
     )
     text_columns: tuple[str, ...] | None = option(
-        "An encoder's table: the column of texts, or two columns of texts to read as pairs; of --dataset_name the "
-        "column of articles (default: text).",
+        "For encoders: the column of a table with the texts, or two columns with pairs of texts. With --dataset_name: "
+        "the column with the articles (default: text).",
         None,
         resume=WITH_BEST_WEIGHTS,
         metavar="COLUMN",
     )
     dataset_name: str | None = redefault(
-        help="Folder or Hub id of a `datasets` source, streamed, instead of --train_file (span_corruption).",
+        help="Folder or Hub id of a `datasets` source that is streamed, instead of --train_file (span_corruption).",
         owner=TextSettings,
     )
     dataset_config_name: str | None = redefault(owner=TextSettings)
     keep_whitespace: bool = redefault(owner=TextSettings)
-    # What a resumed run must share of a stream, other objectives do not have: see `UptrainingStream.fingerprint`.
+    # `UptrainingStream.fingerprint` contains the settings of a stream that a resumed run must share.
     shuffle_buffer_size: int = redefault(
-        help="Blocks of a stream that are held in memory and shuffled among themselves.",
+        help="Number of blocks of a stream that are held in memory and shuffled.",
         resume=None,
         owner=TextSettings,
     )
-    source_file: str | None = option("The source side of parallel text, one example a line (.txt, .gz).", None)
-    validation_source_file: str | None = option("Its held-out twin.", None, resume=WITH_BEST_WEIGHTS)
+    source_file: str | None = option("File with the source texts, one per line (.txt, .gz).", None)
+    validation_source_file: str | None = option(
+        "File with the held-out source texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
+    )
     source_column: str = option(
-        "Its column in an encoder-decoder's table (default: %(default)s).", "source", resume=WITH_BEST_WEIGHTS
+        "Column of a table with the source texts, for encoder-decoders (default: %(default)s).",
+        "source",
+        resume=WITH_BEST_WEIGHTS,
     )
-    target_file: str | None = option("The target side of parallel text, one example a line (.txt, .gz).", None)
-    validation_target_file: str | None = option("Its held-out twin.", None, resume=WITH_BEST_WEIGHTS)
+    target_file: str | None = option("File with the target texts, one per line (.txt, .gz).", None)
+    validation_target_file: str | None = option(
+        "File with the held-out target texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
+    )
     target_column: str = option(
-        "Its column in an encoder-decoder's table (default: %(default)s).", "target", resume=WITH_BEST_WEIGHTS
+        "Column of a table with the target texts, for encoder-decoders (default: %(default)s).",
+        "target",
+        resume=WITH_BEST_WEIGHTS,
     )
-    source_prefix: str = option("Text put before each source.", "")
-    max_target_length: int | None = option("Tokens of a target (default: --max_length).", None, range=AT_LEAST_1)
+    source_prefix: str = option("Text before each source.", "")
+    max_target_length: int | None = option(
+        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1
+    )
     mlm_probability: float = option(
-        "Chance of a token to be masked; anew in every epoch.", 0.15, range=BETWEEN_0_AND_1
+        "Probability that a token is masked. Every epoch masks other tokens.", 0.15, range=BETWEEN_0_AND_1
     )
-    predict_with_generate: bool = option("Generate greedily in every evaluation, and report BLEU (sacrebleu).", False)
+    predict_with_generate: bool = option(
+        "Generate texts with greedy search in every evaluation, and compute BLEU (sacrebleu).", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings, FineTuningSettings):
-    """What is learned, of whom, and by which parameters.
+    """The objective, the teacher, and the trained parameters.
 
-    What depends on the objective and is not given becomes its default. Those of "span_corruption" are T5's own
-    pretraining, which arXiv:2305.13245 uptrains by.
+    Some defaults depend on the objective. Those of "span_corruption" are the pretraining of T5, as in the uptraining
+    of arXiv 2305.13245.
+
+    Example:
+        ```python
+        settings = UptrainingSettings(
+            model_name_or_path="bert-gqa4", objective="mlm", train_file=("text.txt",), output_dir="out"
+        )
+        results = fine_tune(Uptraining, settings)
+        ```
     """
 
     title: ClassVar[str] = "objective"
 
-    objective: str = option("What is learned; see below.", choices=OBJECTIVES)
+    objective: str = option("Training objective (see below).", choices=OBJECTIVES)
     teacher: str | None = option(
-        "Folder or Hub id of the checkpoint to come close to; usually the one that was converted.", None
+        "Folder or Hub id of the model to reproduce, usually the original model of the conversion.", None
     )
     teacher_max_length: int | None = option(
-        "Encoders: the teacher reads a longer text in pieces of so many tokens, for it has fewer positions or does "
-        "better with them (default: as a whole).",
+        "For encoders: the teacher reads longer texts in pieces of this many tokens. Use it if the teacher has fewer "
+        "positions, or is better with shorter texts (default: no pieces).",
         None,
         range=AT_LEAST_1,
     )
     hidden_states_weight: float | None = option(
-        "Weight of the error of each layer's output, as a share of its variance (default with a teacher: 1; with "
+        "Weight of the error of each layer's output, relative to its variance (default with a teacher: 1; with "
         "--objective embedding: 0).",
         None,
         range=AT_LEAST_0,
     )
     attention_outputs_weight: float | None = option(
-        "Weight of the same error of each attention's output (default: as the one before).", None, range=AT_LEAST_0
-    )
-    logits_weight: float | None = option(
-        "Weight of the divergence of the output distribution, in nats (default with a teacher: 1 for mlm, seq2seq and "
-        "an encoder-decoder; otherwise 0).",
+        "Weight of the error of each attention's output (default: as for --hidden_states_weight).",
         None,
         range=AT_LEAST_0,
     )
-    temperature: float = option("Divides the logits of that divergence.", 1.0, range=ABOVE_0)
+    logits_weight: float | None = option(
+        "Weight of the divergence of the output distribution, in nats (default with a teacher: 1 for mlm, for seq2seq "
+        "and for encoder-decoders, otherwise 0).",
+        None,
+        range=AT_LEAST_0,
+    )
+    temperature: float = option("Temperature: the logits are divided by it for --logits_weight.", 1.0, range=ABOVE_0)
     trainable: str = option(
-        "Which parameters are trained: those of the attention modules, all, or low-rank updates of the attention "
+        "Trained parameters: those of the attention modules, all parameters, or low-rank updates of the attention "
         "projections that are merged at the end (default: attention; span_corruption: all).",
         None,
         choices=TRAINABLE,
     )
-    lora_rank: int = option("Rank of these updates (default: %(default)s).", 32, range=AT_LEAST_1)
+    lora_rank: int = option("Rank of the low-rank updates (default: %(default)s).", 32, range=AT_LEAST_1)
     lora_alpha: float = option(
-        "They are scaled by this over their rank (default: %(default)s).", 32.0, range=AT_LEAST_0
+        "Scale of the low-rank updates, which is divided by their rank (default: %(default)s).",
+        32.0,
+        range=AT_LEAST_0,
     )
     alpha: float | None = option(
-        "Train for this share of --pretraining_steps, rounded up (arXiv:2305.13245 takes 0.05).",
+        "Train for this share of --pretraining_steps, rounded up (arXiv 2305.13245 uses 0.05).",
         None,
         range=AT_LEAST_0,
     )
     pretraining_steps: int | None = option(
-        "Steps that the checkpoint was pretrained for (T5's released ones: 1000000). With span_corruption the rate "
-        "goes on from there.",
+        "Number of steps that the checkpoint was pretrained for (released T5 checkpoints: 1000000). With "
+        "span_corruption, the learning rate continues from there.",
         None,
         range=AT_LEAST_1,
     )
     total_train_batch_size: int | None = option(
-        "Examples of a step on all devices together, instead of --gradient_accumulation_steps (default with "
-        f"span_corruption: {T5_SEQUENCES}, T5's).",
+        "Number of examples per step on all devices, instead of --gradient_accumulation_steps (default with "
+        f"span_corruption: {T5_SEQUENCES}, as for T5).",
         None,
         range=AT_LEAST_1,
     )
@@ -167,59 +191,61 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
     mean_noise_span_length: float = redefault(resume=None)
     max_length: int = redefault(
         None,
-        help="Tokens per example, special tokens included; longer ones are cut (default: 64; span_corruption: "
-        f"{T5_LENGTH}, of the inputs).",
+        help="Maximum length of an example in tokens, including special tokens. Longer examples are cut (default: 64; "
+        f"span_corruption: {T5_LENGTH} input tokens).",
     )
     optim: str = redefault(
-        None, help="Adafactor keeps no moments of whole matrices (default: adamw; span_corruption: adafactor)."
+        None,
+        help="Optimizer. Adafactor stores no moments of whole matrices (default: adamw; span_corruption: adafactor).",
     )
     adafactor_scale_parameter: bool = redefault(
         None,
-        help="Steps in proportion to each parameter's root mean square (default: no; span_corruption with Adafactor: "
-        "yes, as T5).",
+        help="Scale the steps by the root mean square of each parameter (default: no; span_corruption with Adafactor: "
+        "yes, as for T5).",
     )
     learning_rate: float = redefault(
         None,
-        help="Peak learning rate (default: 0.001); span_corruption with --pretraining_steps N and Adafactor: T5's at "
-        f"that step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
+        help="Peak learning rate (default: 0.001). With span_corruption, --pretraining_steps N and Adafactor: that of "
+        f"T5 at this step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
     )
     lr_scheduler_type: str = redefault(
         None,
         help=f"One of {', '.join(SCHEDULES)} (default: linear; span_corruption: inverse_sqrt, continued from "
-        "--pretraining_steps, or constant without them).",
+        "--pretraining_steps, or constant without it).",
     )
     lr_scheduler_kwargs: dict[str, Any] = redefault(None)  # noqa: RUF009 (None, until it is filled in)
     max_grad_norm: float = redefault(
         None,
-        help="Clip the gradient norm to this; 0: never clip (default: 1.0; span_corruption: 0, for Adafactor clips "
+        help="Maximum gradient norm; 0 disables clipping (default: 1.0; span_corruption: 0, because Adafactor clips "
         "each update).",
     )
     gradient_accumulation_steps: int = redefault(None)
     num_train_epochs: float | None = redefault(
-        None, help="Epochs (0: only evaluate; default: --max_train_steps, or 300 steps)."
+        None, help="Number of epochs. 0: evaluate only (default: --max_train_steps, or 300 steps)."
     )
     warmup_ratio: float = redefault(
         None,
-        help=f"Warm-up steps as a share of all (default: {WARMUP_RATIO}, without --num_warmup_steps; span_corruption: "
-        "none).",
+        help=f"Share of the steps for warm-up (default: {WARMUP_RATIO} without --num_warmup_steps; span_corruption: "
+        "no warm-up).",
     )
-    eval_steps: int | None = redefault(help="Evaluate every N optimiser steps (default: five times in the run).")
+    eval_steps: int | None = redefault(help="Evaluate every N optimizer steps (default: five times in the run).")
 
     @property
     def is_stream(self) -> bool:
-        """Whether the text is a stream of unknown length, packed into blocks, and not rows."""
+        """Whether the text is a stream of unknown length that is packed into blocks, instead of rows."""
         return self.objective == SPAN_CORRUPTION
 
     @property
     def alpha_steps(self) -> int | None:
-        """The steps that `alpha` asks for, rounded up; None without it."""
+        """The number of steps for `alpha`, rounded up, or None without it."""
         if self.alpha is None or self.pretraining_steps is None:
             return None
         return math.ceil(Fraction(str(self.alpha)) * self.pretraining_steps)
 
     def __post_init__(self) -> None:
+        """Set the defaults of the objective, and check the settings."""
         if self.total_train_batch_size is not None and self.gradient_accumulation_steps not in (None, 1):
-            raise ValueError("give --total_train_batch_size or --gradient_accumulation_steps, not both")
+            raise ValueError("Set either --total_train_batch_size or --gradient_accumulation_steps, but not both.")
         defaults = self._t5_defaults() if self.is_stream else self._defaults()
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -227,8 +253,9 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         super().__post_init__()
 
     def _defaults(self) -> dict[str, Any]:
-        takes_none = self.lr_scheduler_type == "constant" or self.adafactor_relative_step
-        has_none = takes_none or self.num_warmup_steps is not None
+        """Return the defaults of all objectives except span corruption."""
+        has_no_warmup = self.lr_scheduler_type == "constant" or self.adafactor_relative_step
+        warmup_is_set = has_no_warmup or self.num_warmup_steps is not None
         return {
             "max_length": 64,
             "trainable": "attention",
@@ -238,20 +265,21 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             "lr_scheduler_type": "linear",
             "lr_scheduler_kwargs": {},
             "max_grad_norm": 1.0,
-            "warmup_ratio": 0.0 if has_none else WARMUP_RATIO,
+            "warmup_ratio": 0.0 if warmup_is_set else WARMUP_RATIO,
             "gradient_accumulation_steps": 1,
         }
 
     def _t5_defaults(self) -> dict[str, Any]:
+        """Return the defaults of span corruption, which continue the pretraining of T5."""
         is_adafactor = self.optim in (None, "adafactor")
-        # transformers' schedule falls as 1 / sqrt(timescale + step): T5's, at the step where pretraining ended. One
-        # that ended within the steps of a constant rate counts as if it had just left them.
+        # The schedule of Transformers falls as 1 / sqrt(timescale + step), like that of T5 after pretraining. If
+        # pretraining ended during the steps with a constant rate, it counts as if it had just left them.
         timescale = None if self.pretraining_steps is None else max(self.pretraining_steps, T5_FLAT_STEPS)
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
         schedule = self.lr_scheduler_type or ("inverse_sqrt" if timescale else "constant")
         if self.lr_scheduler_type is None and has_warmup and not timescale:
             schedule = "constant_with_warmup"
-        goes_on = timescale and schedule == "inverse_sqrt" and not self.adafactor_relative_step
+        continues = timescale and schedule == "inverse_sqrt" and not self.adafactor_relative_step
         return {
             "total_train_batch_size": T5_SEQUENCES if self.gradient_accumulation_steps is None else None,
             "max_length": T5_LENGTH,
@@ -260,68 +288,79 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             "adafactor_scale_parameter": is_adafactor,
             "learning_rate": timescale**-0.5 if timescale and is_adafactor else T5_LAST_RATE,
             "lr_scheduler_type": schedule,
-            "lr_scheduler_kwargs": {"timescale": timescale} if goes_on else {},
+            "lr_scheduler_kwargs": {"timescale": timescale} if continues else {},
             "max_grad_norm": 0.0 if is_adafactor else 1.0,
             "warmup_ratio": 0.0,
             "gradient_accumulation_steps": 1,
         }
 
     def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks."""
         super().check()
         if self.teacher is None:
-            needing = [f"--objective {self.objective}"] if self.objective in ("distill", "embedding") else []
-            needing += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
-            if needing:
-                raise ValueError(f"{needing[0]} needs --teacher")
+            flags = [f"--objective {self.objective}"] if self.objective in ("distill", "embedding") else []
+            flags += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
+            if flags:
+                raise ValueError(f"{flags[0]} needs --teacher. Set it to the original model.")
             if self.teacher_max_length is not None:
-                raise ValueError("--teacher_max_length is of a --teacher; there is none")
+                raise ValueError("--teacher_max_length needs --teacher. Set it, or remove --teacher_max_length.")
         self._check_length()
         if self.is_stream:
             self._check_stream()
         else:
-            self._refuse(STREAM_FLAGS, f"is for --objective {SPAN_CORRUPTION}, which reads a stream of text")
+            self._check_unset(
+                STREAM_FLAGS, f"needs --objective {SPAN_CORRUPTION}, which reads a text stream. Remove it."
+            )
         if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
-            raise ValueError("--predict_with_generate needs sacrebleu: `pip install sacrebleu`")
+            raise ValueError("--predict_with_generate needs sacrebleu. Run `pip install sacrebleu`.")
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
-            raise ValueError("--trainable lora needs peft: `pip install peft`")
+            raise ValueError("--trainable lora needs peft. Run `pip install peft`.")
 
     def _check_length(self) -> None:
+        """Check the settings about the number of steps."""
         if self.alpha is None:
-            # There the schedule goes on from them, however long the run is.
+            # A stream needs only --pretraining_steps, because its schedule continues from there.
             if self.pretraining_steps is not None and not self.is_stream:
-                raise ValueError("--alpha and --pretraining_steps belong together: give both or neither")
+                raise ValueError("--pretraining_steps needs --alpha. Set both, or neither.")
             return
         if self.pretraining_steps is None:
-            raise ValueError("--alpha and --pretraining_steps belong together: --alpha is a share of those steps")
+            raise ValueError("--alpha needs --pretraining_steps. Set both, or neither.")
         for name in ("max_train_steps", "num_train_epochs"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
-                    f"--alpha {self.alpha} of --pretraining_steps {self.pretraining_steps} makes {self.alpha_steps} "
-                    f"steps, and --{name} {value} says how long the run is as well: give one of them, not both"
+                    f"--{name} must not be set with --alpha, got {value}. --alpha {self.alpha} of "
+                    f"--pretraining_steps {self.pretraining_steps} already sets {self.alpha_steps} steps."
                 )
 
     def _check_stream(self) -> None:
-        self._refuse(ROW_FLAGS, f"is for rows of text; --objective {self.objective} reads a stream of it")
+        """Check the settings of a text stream."""
+        self._check_unset(
+            ROW_FLAGS, f"needs rows of text, but --objective {self.objective} reads a stream. Remove it."
+        )
         if (self.train_file is None) == (self.dataset_name is None):
-            raise ValueError(f"--objective {self.objective} needs --train_file or --dataset_name, one of them")
+            raise ValueError(f"Set either --train_file or --dataset_name for --objective {self.objective}.")
         if self.train_file is not None and self.validation_file is None:
             raise ValueError(
-                f"--objective {self.objective} needs --validation_file: of a stream of text no rows are held out"
+                f"--objective {self.objective} needs --validation_file, because it holds out no text of a stream."
             )
         if self.alpha is None and self.max_train_steps is None and self.num_train_epochs != 0:
             raise ValueError(
-                "text is a stream without a length: give --alpha and --pretraining_steps, or --max_train_steps (or "
-                "--num_train_epochs 0)"
+                "--max_train_steps, or --alpha and --pretraining_steps, must be set, because a text stream has no "
+                "length."
             )
         if self.text_columns is not None and (self.dataset_name is None or len(self.text_columns) > 1):
-            raise ValueError(f"--objective {self.objective}: --text_columns names the one column of --dataset_name")
+            raise ValueError(
+                f"--text_columns must be one column of --dataset_name with --objective {self.objective}, got "
+                f"{' '.join(self.text_columns)}."
+            )
         if self.dataloader_num_workers > 1:
             raise ValueError(
-                f"--dataloader_num_workers must be 0 or 1 for a stream, got {self.dataloader_num_workers}"
+                f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
             )
 
-    def _refuse(self, names: Sequence[str], why: str) -> None:
-        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+    def _check_unset(self, names: Sequence[str], reason: str) -> None:
+        """Raise ValueError if one of these settings has not its default. `reason` completes the message."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
-                raise ValueError(f"--{name} {why}")
+                raise ValueError(f"--{name} {reason}")

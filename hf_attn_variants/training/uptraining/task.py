@@ -47,7 +47,7 @@ from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_t
 from ..pretraining.span_corruption import SpanCorruption
 from .data import UptrainingData, UptrainingStream, load_uptraining_data
 from .objective import (
-    TERMS,
+    WEIGHT_BY_TERM,
     Teacher,
     UptrainingEvaluator,
     UptrainingObjective,
@@ -55,22 +55,22 @@ from .objective import (
     check_teacher,
     check_teacher_length,
     check_teacher_types,
-    held_out_gain,
-    model_inputs,
-    term_weights,
+    compute_held_out_gain,
+    get_model_inputs,
+    resolve_term_weights,
 )
 from .settings import SPAN_CORRUPTION, UptrainingSettings
 
-__all__ = ["Uptraining", "fit_batch_size", "mean_step", "sequences_per_step", "step_size"]
+__all__ = ["Uptraining", "compute_mean_step_size", "count_sequences_per_step", "describe_step_size", "fit_batch_size"]
 
 logger = logging.getLogger(__name__)
 
 
 def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
-    """Return the settings with the accumulation steps by which a step has `total_train_batch_size` examples.
+    """Return the settings with the number of accumulation steps for `total_train_batch_size` examples per step.
 
     Raises:
-        ValueError: if that is no multiple of what all processes read at once, or DeepSpeed would have to accumulate.
+        ValueError: If `total_train_batch_size` is not a multiple of the examples that all processes read at once.
     """
     total, processes = settings.total_train_batch_size, accelerator.num_processes
     if total is None:
@@ -78,8 +78,8 @@ def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> Up
     at_once = settings.per_device_train_batch_size * processes
     if total % at_once:
         raise ValueError(
-            f"--total_train_batch_size {total} is no multiple of the {at_once} examples that {processes} process(es) "
-            f"with --per_device_train_batch_size {settings.per_device_train_batch_size} read at once: change one"
+            f"--total_train_batch_size must be a multiple of {at_once}, the number of processes ({processes}) times "
+            f"--per_device_train_batch_size ({settings.per_device_train_batch_size}), got {total}. Change one of them."
         )
     fitted = replace(settings, total_train_batch_size=None, gradient_accumulation_steps=total // at_once)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -87,54 +87,61 @@ def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> Up
     return fitted
 
 
-def sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
-    """Return the examples of a step on all processes."""
-    of_a_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    return of_a_device * accelerator.num_processes
+def count_sequences_per_step(settings: UptrainingSettings, accelerator: Accelerator) -> int:
+    """Return the number of examples per step on all processes."""
+    per_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    return per_device * accelerator.num_processes
 
 
-def mean_step(examples: int, steps: int) -> int | float:
-    """Return the examples that a step read on average: fewer than asked for, where the text ended within steps."""
+def compute_mean_step_size(examples: int, steps: int) -> int | float:
+    """Return the mean number of examples per step. It is less than the batch size if the text ended within steps."""
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
-def step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
-    """Say how many sequences a step reads, and how many tokens, where none is padding."""
-    sequences = sequences_per_step(settings, accelerator)
+def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
+    """Describe the numbers of sequences and tokens per step, without padding."""
+    sequences = count_sequences_per_step(settings, accelerator)
     return (
-        f"a step reads {sequences} sequences ({accelerator.num_processes} process(es), "
-        f"{settings.per_device_train_batch_size} at a time, accumulated {settings.gradient_accumulation_steps} "
-        f"time(s)): {sequences * prepare.input_length} tokens of inputs and {sequences * prepare.target_length} of "
-        "targets"
+        f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
+        f"{settings.per_device_train_batch_size}, accumulation steps: {settings.gradient_accumulation_steps}). These "
+        f"are {sequences * prepare.input_length} input tokens and {sequences * prepare.target_length} target tokens."
     )
 
 
 DEFAULT_STEPS = 300
-# Of a task's own head; the other objectives take the class that the checkpoint was saved from.
+# The classes of objectives with their own head. Other objectives use the class that the checkpoint was saved from.
 AUTO_CLASSES: dict[str, Any] = {
     "mlm": AutoModelForMaskedLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     SPAN_CORRUPTION: AutoModelForSeq2SeqLM,
 }
-# Rows of the training text whose activations say what variance an error is divided by.
+# The number of training rows for measuring the variances that errors are divided by.
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
-RISING_METRICS = ("embedding_cosine", "bleu")
-# A teacher drops nothing, and what a student drops it could only answer with noise. T5's released checkpoints (1.1)
-# were pretrained without.
+RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
+# Objectives without dropout. A teacher has no dropout, so the student could reproduce its outputs only with noise. The
+# released checkpoints of T5 1.1 were pretrained without dropout.
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
 class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
-    """Training on of a converted checkpoint (arXiv:2305.13245, section 2.1), with or without a teacher.
+    """Uptraining of a converted checkpoint (arXiv 2305.13245, section 2.1), with or without a teacher.
 
-    The results have `eval_loss`, each term of the loss and other dev metrics after training, and the same as
-    `initial_eval_<metric>` before it.
+    The results contain `eval_loss`, the terms of the loss and other dev metrics after training. The metrics before
+    training are called `initial_eval_<metric>`.
+
+    Example:
+        ```python
+        settings = UptrainingSettings(
+            model_name_or_path="bert-gqa4", objective="mlm", train_file=("text.txt",), output_dir="out"
+        )
+        results = fine_tune(Uptraining, settings)
+        ```
     """
 
     rows: TextRows
 
-    # Of the merged model, where updates were trained beside the weights.
+    # The number of parameters of the merged model after LoRA.
     num_parameters: int | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
@@ -143,8 +150,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         super().__init__(fit_batch_size(settings, accelerator), accelerator)
         self.name, settings = settings.objective, self.settings
         self._load_config()
-        self.reads = self._decoder_input(settings, self.config)
-        self.weights = term_weights(settings, self.reads)
+        self.input_kind = self._get_decoder_input(settings, self.config)
+        self.weights = resolve_term_weights(settings, self.input_kind)
         self._load_teacher_config()
         self.tokenizer = load_tokenizer(settings, self.config)
         self._check_teacher_tokenizer()
@@ -154,80 +161,91 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
         self.data = self._load_data()
         self.collate = self.data.collate
-        pairs = not self.reads.is_target and self.data.pairs
-        if self.reads is DecoderInput.SOURCE:
+        pairs = not self.input_kind.is_target and self.data.pairs
+        if self.input_kind is DecoderInput.SOURCE:
             append_end_tokens(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
-            check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
+            check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
             check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
+        """Read the text of the run."""
         settings = self.settings
         if settings.is_stream:
             return UptrainingStream(settings, self.config, self.tokenizer)
-        data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads)
+        data = load_uptraining_data(settings, self.config, self.tokenizer, self.input_kind)
         self.rows = data.train
         return data
 
     def _load_config(self) -> None:
-        """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
+        """Load the configuration for training, and remember its dropout probabilities for the saved one."""
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
-        self.own_dropout = {name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)}
-        if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.own_dropout:
+        self.saved_dropout = {
+            name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)
+        }
+        if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.saved_dropout:
             set_dropout(self.config, 0.0)
 
-    def _decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
-        found = self._model_class(source, config)
-        if not issubclass(found, PreTrainedModel):  # an Auto class; upstream's and ours read the same
-            found = variant_model_class(variant_config_class(config.model_type).auto_classes[found.__name__])
-        return decoder_input(found, config)
+    def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
+        """Return the kind of input of the decoder of a model."""
+        model_class = self._get_model_class(source, config)
+        # The variant of an Auto class reads the same input as the class of Transformers.
+        if not issubclass(model_class, PreTrainedModel):
+            auto_classes = variant_config_class(config.model_type).auto_classes
+            model_class = variant_model_class(auto_classes[model_class.__name__])
+        return decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
+        """Load the configuration of the teacher, and check that it can be compared with that of the model."""
         settings, weights = self.settings, self.weights
-        self.of_teacher = self.teacher_config = None
+        self.teacher_settings = self.teacher_config = None
         if settings.teacher is None:
             return
-        self.of_teacher = ModelSettings(
+        self.teacher_settings = ModelSettings(
             model_name_or_path=settings.teacher,
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
         )
-        self.teacher_config = load_config(self.of_teacher)
+        self.teacher_config = load_config(self.teacher_settings)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
         check_teacher(self.config, self.teacher_config, *compared)
-        reads = self._decoder_input(self.of_teacher, self.teacher_config)
-        if reads is not self.reads and not (reads.is_target and self.reads.is_target):
+        input_kind = self._get_decoder_input(self.teacher_settings, self.teacher_config)
+        if input_kind is not self.input_kind and not (input_kind.is_target and self.input_kind.is_target):
             raise ValueError(
-                f"both get the same inputs: the decoder of --teacher {settings.teacher} reads {reads.value}; that of "
-                f"{settings.model_name_or_path} {self.reads.value}"
+                f"--teacher {settings.teacher} must have a decoder that reads {self.input_kind.value}, as "
+                f"{settings.model_name_or_path}, but it reads {input_kind.value}. Use another teacher."
             )
 
     def _check_teacher_tokenizer(self) -> None:
-        if self.of_teacher is None:
+        """Check that the teacher has the vocabulary of the model."""
+        if self.teacher_settings is None:
             return
         try:
-            others = load_tokenizer(self.of_teacher, None)
-        except OSError:  # a folder with weights alone is a teacher too
+            teacher_tokenizer = load_tokenizer(self.teacher_settings, None)
+        except OSError:  # a teacher may have no tokenizer
             return
-        if others.get_vocab() != self.tokenizer.get_vocab():
+        if teacher_tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                f"--teacher {self.settings.teacher} has another vocabulary than "
-                f"{self.settings.model_name_or_path}: it would see other words"
+                f"--teacher {self.settings.teacher} must have the same vocabulary as "
+                f"{self.settings.model_name_or_path}, because both read the same token ids. Use another teacher."
             )
 
-    def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+    def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+        """Return the class of a model for the objective."""
         return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
-        model, rest = load_model_and_unexpected_keys(settings, self.config, self._model_class(settings, self.config))
+        model, rest = load_model_and_unexpected_keys(
+            settings, self.config, self._get_model_class(settings, self.config)
+        )
         if self.target_start is not None:
             self.target_start.apply_to(model)
-        self.model, self.carried = model, _read_tensors(settings.source, rest)
+        self.model, self.extra_tensors = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -239,40 +257,45 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return model
 
     def _load_teacher(self) -> Teacher | None:
-        if self.of_teacher is None or self.teacher_config is None:
+        """Load the teacher, or return None."""
+        if self.teacher_settings is None or self.teacher_config is None:
             return None
-        model_class = self._model_class(self.of_teacher, self.teacher_config)
-        model = load_model(self.of_teacher, self.teacher_config, model_class)
+        model_class = self._get_model_class(self.teacher_settings, self.teacher_config)
+        model = load_model(self.teacher_settings, self.teacher_config, model_class)
         return Teacher(
             model.to(self.accelerator.device),
-            hidden_states=self.weights.need_hidden_states,
+            hidden_states=self.weights.needs_hidden_states,
             attention_outputs=self.weights.attention_outputs > 0,
             autocast=self.accelerator.autocast,
             max_length=self.settings.teacher_max_length,
         )
 
-    def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        rows = self.data.first(count)
+    def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of the first `count` training rows on the device."""
+        rows = self.data.get_first(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
     def _measure_variances(self) -> None:
+        """Measure the variances of the teacher if a term needs them."""
         objective, weights = self.uptraining_objective, self.weights
         of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
-        teacher: Any = objective.teacher  # whose layers and scores the terms compare
+        teacher: Any = objective.teacher  # it exists, because these terms need it
         teacher.measure_variances(
-            (model_inputs(batch), objective.masks(batch))
-            for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
+            (get_model_inputs(batch), objective.get_masks(batch))
+            for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
     def _freeze_unused(self) -> None:
+        """Freeze the parameters that the loss does not depend on."""
         objective, model = self.uptraining_objective, self.model
-        batch = next(self._first_batches(2, 2))
-        unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
+        batch = next(self._make_first_batches(2, 2))
+        unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
         if unused:
-            logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
+            message = "These parameters are frozen, because the loss does not depend on them: %s."
+            logger.info(message, ", ".join(unused))
 
     def objective(self) -> Objective:
         uptraining = self.uptraining_objective
@@ -293,24 +316,26 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def total_steps(self, batches_per_epoch: int | None) -> int:
         settings, steps = self.settings, self.settings.max_train_steps
-        if (of_alpha := settings.alpha_steps) is not None:
-            steps = of_alpha
+        if (alpha_steps := settings.alpha_steps) is not None:
+            steps = alpha_steps
         elif steps is None and settings.num_train_epochs is None:
             steps = DEFAULT_STEPS
         total = count_training_steps(
             batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
         if self.accelerator.is_main_process:
-            self._say_length(total)
+            self._log_length(total)
         return total
 
-    def _say_length(self, steps: int) -> None:
+    def _log_length(self, steps: int) -> None:
+        """Log the length of the training."""
         settings = self.settings
         if settings.alpha is not None:
-            logger.info("%d steps: %s of %d, rounded up", steps, settings.alpha, settings.pretraining_steps)
+            message = "Training takes %d steps, which is %s of %d, rounded up."
+            logger.info(message, steps, settings.alpha, settings.pretraining_steps)
         if steps and isinstance(self.data, UptrainingStream):
-            logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
-            self.data.warn_of_short_steps(sequences_per_step(settings, self.accelerator))
+            logger.info("%s", describe_step_size(settings, self.accelerator, self.data.prepare))
+            self.data.warn_about_short_steps(count_sequences_per_step(settings, self.accelerator))
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
@@ -339,7 +364,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
             **self.data.fingerprint(),
-            "held-out rows": len(self.data.held_out),  # always: the scores before and after are of the same rows
+            # The metrics before and after training must come from the same rows.
+            "held-out rows": len(self.data.held_out),
             **self.dev_fingerprint(),
         }
 
@@ -348,26 +374,26 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
         metrics = evaluator()
-        wanted = loop.settings.metric_for_best_model
-        if loop.settings.keep_best and wanted not in metrics:
-            raise ValueError(f"--metric_for_best_model {wanted!r}: the dev metrics are {', '.join(metrics)}")
+        best_metric = loop.settings.metric_for_best_model
+        if loop.settings.keep_best and best_metric not in metrics:
+            raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {best_metric!r}.")
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLossError(
-                f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no "
-                "numbers"
+                f"The held-out loss must be finite before training, got {metrics['loss']}. Check the outputs of the "
+                "checkpoint and of its teacher."
             )
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
     def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
-        # Scored before the updates are merged into the weights, which rounds in another way.
+        # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
-        for name, value in self.own_dropout.items():
+        for name, value in self.saved_dropout.items():
             setattr(self.model.config, name, value)
-        rising = [name for name in RISING_METRICS if name in evaluator.metrics]
-        self.shown_metrics = rising or [name for name in TERMS if name in evaluator.metrics]
-        self.read = loop.state.examples, loop.state.step
+        rising = [name for name in RISING_METRIC_NAMES if name in evaluator.metrics]
+        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in evaluator.metrics]
+        self.examples_and_steps = loop.state.examples, loop.state.step
         if self.peft_model is None:
             return model
         merged = self.peft_model.merge_and_unload()
@@ -375,31 +401,36 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
-        own += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
-        add_files = partial(_copy_side_files, self.settings, own)
+        """Save the model with the other files of the original model."""
+        new_files = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
+        new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
+        add_files = partial(_copy_side_files, self.settings, new_files)
         outputs.save_model(
-            self.accelerator, model, self.tokenizer, self.settings, history, self.carried, add_files=add_files
+            self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
-        """Nothing more: `after_training` did it."""
+        """Do nothing, because `after_training` has evaluated the model."""
 
     def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = held_out_gain(before, evaluator.metrics, self.read[1])
+        gain = compute_held_out_gain(before, evaluator.metrics, self.examples_and_steps[1])
         return {**initial, **gain, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
-        found = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
+        results = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
         if self.num_parameters is not None:
-            found["num_parameters"] = self.num_parameters
+            results["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            read = mean_step(*self.read) if self.read[1] else sequences_per_step(settings, self.accelerator)
-            found |= self.data.results() | {"sequences_per_step": read}
-        return found
+            sequences = (
+                compute_mean_step_size(*self.examples_and_steps)
+                if self.examples_and_steps[1]
+                else count_sequences_per_step(settings, self.accelerator)
+            )
+            results |= self.data.results() | {"sequences_per_step": sequences}
+        return results
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(
@@ -410,36 +441,39 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read what the trained model has no place for, such as the pooler of a BERT that was saved with it.
+    """Read the tensors of a checkpoint that the trained model does not have, such as the pooler of a BERT model.
 
-    A head that is put on the result wants them: it would begin with weights drawn anew.
+    They are saved with the model. A head that needs them would otherwise start with random weights.
     """
     if not names:
         return {}
     try:
         with open_checkpoint(resolve_source(source)) as reader:
-            found = {name: reader.read(name) for name in names if name in reader.entries}
-    except ValueError as error:  # a pickle
-        logger.warning("not carried over: %s (%s)", ", ".join(names), error)
+            tensors = {name: reader.read(name) for name in names if name in reader.entries}
+    except ValueError as error:  # the checkpoint is a pickle file
+        logger.warning(
+            "These tensors are not saved with the model: %s. They cannot be read (%s).", ", ".join(names), error
+        )
         return {}
-    # In float32, as the trained weights; old checkpoints also hold numbers of positions.
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    # Use float32 like the trained weights, except for integers such as the position ids of old checkpoints.
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: Path) -> None:
-    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole.
+def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
+    """Copy the other files of the original model to the output folder.
 
-    A card is of the source; its terms are in the history.
+    Files that the training has written are not copied: `new_files`, code, and the files of another tokenizer. The
+    model card is not copied either, because it describes the original model. The history contains its license.
     """
     if outputs.is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])
-    # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
-    kept = [
+    # The model was saved with its code, and another tokenizer must not be overwritten.
+    names = [
         name
         for name in copied
-        if not (output / name).exists() or not (name in own or name.endswith(".py") or settings.tokenizer_name)
+        if not (output / name).exists() or not (name in new_files or name.endswith(".py") or settings.tokenizer_name)
     ]
-    kept = [name for name in kept if name != CARD_NAME]
-    copy_side_files(folder, output, kept)
+    names = [name for name in names if name != CARD_NAME]
+    copy_side_files(folder, output, names)
