@@ -83,41 +83,31 @@ def convert(
 
             - `calibration`: a list of texts or pairs of texts, the path of a text file or table, or a `Calibration`.
               For a model in memory, `Calibration(texts, tokenizer=tokenizer)`.
-            - `encoder_num_key_value_heads`: the key/value heads of the encoder of an encoder-decoder.
             - `kv_lora_rank`, `encoder_kv_lora_rank`, `cross_kv_lora_rank`: the ranks of latents. The full width of the
               input caches the encoder outputs themselves, and no information is lost.
-            - `per_layer_values`: fields that differ between layers.
             - `kv_cache_bytes`: for encoder-decoders, the bytes per source token and per generated token. The
               conversion chooses the ranks that lose least.
             - `keep_matching_layers`: the number n of token-matching layers of an encoder that stay unchanged.
-            - `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`:
-              the fields of talking-heads attention.
-            - `attention_pattern` and the other fields of windows, and `attention_kernel`.
-            - `dtype` and `seed`.
-            - `strict`: raise an error if the converted model is not within tolerance on held-out examples
-              (`report.Quality`).
-            - `copy`: only for a model in memory.
-            - `max_position_embeddings` and `position_extension` ("tiled" repeats positions, "interpolated" stretches
-              them; for BERT and related models), `allow_pickle`, `revision`, `token`: only for a path.
+            - Other fields: `encoder_num_key_value_heads`, `per_layer_values`, and those of talking heads and kernels.
+            - `strict`: raise an error if the model is not within tolerance on held-out examples (`report.Quality`).
+            - `dtype`, `seed`, and for a model in memory `copy`.
+            - Only for a path: `max_position_embeddings` and `position_extension` ("tiled" repeats positions,
+              "interpolated" stretches them; for BERT and related models), `allow_pickle`, `revision`, `token`.
 
     Returns:
-        The converted model, in this package's class with the same head. With `output_dir`, the `ConversionReport`,
-        whose `print` output is a short summary. A model has no tokenizer: after `model.save_pretrained(folder)`, save
-        the original tokenizer with `AutoTokenizer.from_pretrained(source).save_pretrained(folder)`. With `output_dir`,
-        the tokenizer is copied.
+        The converted model in this package's class, without a tokenizer. With `output_dir`, the `ConversionReport`;
+        the tokenizer is then copied into the folder.
 
     Raises:
         TypeError: if `calibration` has a wrong type.
         ValueError: if the conversion is impossible. The error is raised before any work is done.
-        ModelNotKeptError: if `strict` is set and the model is not within tolerance. No folder is written, except for
-            the report next to it. The error is a subclass of `ValueError`.
+        ModelNotKeptError: if `strict` is set and the model is not within tolerance. Only the report is written.
         OSError: if a file is missing or truncated, or cannot be written.
 
     Example:
 
     ```py
     >>> from hf_attn_variants.conversion import convert
-    >>> model = convert("google-t5/t5-small", num_key_value_heads=2)
     >>> report = convert("google-t5/t5-small", 2, calibration="texts.txt", output_dir="t5-small-gqa")
     >>> print(report)
     ```
@@ -251,13 +241,6 @@ def convert_checkpoint(
 
     Returns:
         The report, which the folder contains as conversion_report.json.
-
-    Example:
-
-    ```py
-    >>> from hf_attn_variants.conversion import convert_checkpoint
-    >>> report = convert_checkpoint("google-bert/bert-base-uncased", "bert-gqa", num_key_value_heads=4)
-    ```
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)

@@ -141,18 +141,18 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"at least 2 audio files .* got 0"):
         read_audio_calibration(source)
     (tmp_path / "no_sound.wav").write_text("words")
-    with pytest.raises(ValueError, match=r"no_sound\.wav is no audio: a wav file begins with RIFF"):
+    with pytest.raises(ValueError, match=r"no_sound\.wav must be a wav file"):
         load_audio(tmp_path / "no_sound.wav")
-    with pytest.raises(NotADirectoryError, match=r"no_sound\.wav' is a file: give the folder"):
+    with pytest.raises(NotADirectoryError, match=r"must be a folder, got the file .*no_sound\.wav"):
         read_audio_calibration(tmp_path / "no_sound.wav")
     (tmp_path / "short.wav").write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match=r"short\.wav is no plain PCM \(it ends too soon\)"):
+    with pytest.raises(ValueError, match=r"short\.wav is not a PCM wav file \(it is truncated\)"):
         load_audio(tmp_path / "short.wav")
-    with pytest.raises(NotADirectoryError, match=r"no folder .*of audio"):
+    with pytest.raises(NotADirectoryError, match=r"nowhere. does not exist"):
         read_audio_calibration(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="`audio` or `texts`, not both"):
+    with pytest.raises(ValueError, match="`audio` and `texts` must not be given together"):
         Calibration(["a text"], audio=["x.wav", "y.wav"])
-    with pytest.raises(ValueError, match=r"reads audio: give the calibration `audio` \(--calibration_audio_dir\)"):
+    with pytest.raises(ValueError, match=r"`calibration` must be audio .*--calibration_audio_dir"):
         convert(source, 4, calibration=["a text", "another"])
     with pytest.raises(ValueError, match="feature_extractor=feature_extractor"):
         convert(WHISPER.model(HEAD), 4, calibration=folder)

@@ -346,27 +346,27 @@ def test_refusals():
     with pytest.raises(ValueError, match="tokens in 2 lines"):
         convert_model(bert(), 2, calibration=Calibration(["too short"] * 2, tokenizer=WordTokenizer()))
     for one in (["a long text " * 1200], [("a", "pair")]):
-        with pytest.raises(ValueError, match=r"needs 2 `texts` at least, one to fit to and one that is held out .* 1"):
+        with pytest.raises(ValueError, match=r"`texts` .* at least 2 examples, got 1"):
             Calibration(one)
-    with pytest.raises(ValueError, match="target for each text"):
+    with pytest.raises(ValueError, match="one target per text"):
         calibration(target_texts=["one"])
     for targets in ("x" * 512, iter(text())):
-        with pytest.raises(TypeError, match="`target_texts` of a calibration must be a list; got a "):
+        with pytest.raises(TypeError, match="`target_texts` of a calibration must be a list, got "):
             calibration(target_texts=targets)
     for item in (None, 7):
-        with pytest.raises(TypeError, match=f"`target_texts` of a calibration must be strings; got {item}"):
+        with pytest.raises(TypeError, match=f"`target_texts` of a calibration must be strings, got {item}"):
             calibration(target_texts=[*text(511), item])
     for rate in (0, -0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="`fit_learning_rate` of a calibration must be more than 0"):
+        with pytest.raises(ValueError, match="`fit_learning_rate` of a calibration must be"):
             calibration(fit_learning_rate=rate)
-    with pytest.raises(ValueError, match="no decoder to read them"):
+    with pytest.raises(ValueError, match="`target_texts` must not be given"):
         convert_model(bert(), 2, calibration=calibration(target_texts=text()))
-    with pytest.raises(ValueError, match=r"tokens and the model 16 positions: give a `max_length` of at most 16"):
+    with pytest.raises(ValueError, match="`max_length` of a calibration must be at most 16"):
         few = BertConfig(vocab_size=WORDS, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
         convert_model(BertModel(few), 2, calibration=calibration(max_length=64))
     unpadded = WordTokenizer()
     unpadded.pad_token_id = None
-    with pytest.raises(ValueError, match="no padding token"):
+    with pytest.raises(ValueError, match="must have a padding token"):
         convert_model(bert(), 2, calibration=calibration(tokenizer=unpadded))
     with pytest.raises(ValueError, match="talking heads"):
         convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())

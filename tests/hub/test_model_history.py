@@ -244,7 +244,7 @@ def test_a_source_whose_readme_is_broken_keeps_it(tiny, tmp_path, caplog):
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("convert", folder, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert (tmp_path / "gqa2/README.md").read_text() == "---\nlicense: [\n---\n"
-    assert "the history of the model is not whole" in caplog.text
+    assert "The history of the model is incomplete" in caplog.text
     with pytest.raises(ValueError, match=r"metadata of .* cannot be read"):
         plan_push(tmp_path / "gqa2", "me/x")
 

@@ -291,9 +291,12 @@ def test_heads_that_are_grouped_already_are_merged_in_whole_groups(architecture,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"talking_heads": "both"}, "cannot be used here: it fits heads whose weights sum to one"),
-        ({"attention_kernel": "elu"}, "cannot be used here: it fits to a softmax's outputs"),
-        ({"attention_pattern": "memory_compressed", "attention_block_size": 2}, "'memory_compressed' also reads"),
+        ({"talking_heads": "both"}, "cannot be used here: it fits heads"),
+        ({"attention_kernel": "elu"}, "cannot be used here: it fits to the outputs of a softmax"),
+        (
+            {"attention_pattern": "memory_compressed", "attention_block_size": 2},
+            "'memory_compressed' of the original model",
+        ),
     ],
 )
 def test_a_source_that_nothing_is_fitted_to_is_refused_by_name(fields, message):

@@ -57,7 +57,7 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
             [],
             "nothing to convert. Give one of `num_key_value_heads`, `kv_lora_rank`, `talking_heads`",
         ),
-        (["--seed", "1"], "`per_layer_values` (each is a flag of the command, too)."),
+        (["--seed", "1"], "`per_layer_values` (or the flag of the same name)."),
     ],
 )
 def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, options, message):

@@ -149,7 +149,7 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
         ({"num_key_value_heads": 2, "calibration_file": "TEXTS", "calibration_columns": ["texts"]}, "'texts'"),
         ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size requires --calibration_file"),
         ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
-        ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "give `calibration=` (--calibration_file)"),
+        ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "Give `calibration` (--calibration_file)"),
         ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` must only be given"),
         ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` must be a field of "),
     ],
