@@ -1,6 +1,7 @@
-"""Which mechanisms go together: a table of the pairs that do not, each with what the error says.
+"""The pairs of mechanisms that cannot be combined, with their error messages.
 
-All other pairs combine. What a mechanism asks of a host, of a stack or of its own fields is in its own `check`.
+All other pairs combine. The `check` method of a mechanism contains its requirements for the architecture, for the
+encoder or decoder and for its own fields.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ __all__ = ["REFUSED", "Refusal", "check_implementation", "check_together"]
 
 
 class Refusal(NamedTuple):
-    """Two mechanisms that one attention cannot have.
+    """Two mechanisms that the same attention cannot have.
 
     Args:
-        one, other: their classes. A base class (`AttentionKernel`, `AttentionPattern`) stands for all of its kind.
-        words: the error's; {field} and {value} are the first one's, {other} and {beside} the second one's.
+        one, other: classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) includes all of its
+            subclasses.
+        words: error message. It formats the field and the value of `one` as {field} and {value}, and those of `other`
+            as {other} and {beside}.
     """
 
     one: type[Mechanism]
@@ -84,8 +87,8 @@ REFUSED = (
         'features. Give `position_embedding_type="sinusoidal"`, or `cross_attention_kernel` alone; got {value!r}.',
     ),
 )
-# What attention functions other than ours would ignore, in the order in which the error looks for it. It names the
-# field with its value, or says this.
+# Mechanisms that the attention functions of other packages would ignore, in the order of the checks. The error message
+# contains the text of the row.
 IGNORED_BY_OTHERS: tuple[tuple[type[Mechanism], str], ...] = (
     (TalkingHeads, '{field}="{value}"'),
     (AdditiveScore, '{field}="{value}"'),
@@ -95,10 +98,10 @@ IGNORED_BY_OTHERS: tuple[tuple[type[Mechanism], str], ...] = (
 
 
 def check_together(config: Any) -> None:
-    """Check that no attention of a configuration has two mechanisms of a row of `REFUSED`.
+    """Check that no attention of a configuration has both mechanisms of a row of `REFUSED`.
 
     Raises:
-        ValueError: where one has; the message is the row's.
+        ValueError: if an attention has both, with the message of the row.
     """
     for prefix in PREFIXES:
         for row in REFUSED:
@@ -109,11 +112,11 @@ def check_together(config: Any) -> None:
 
 
 def check_implementation(config: Any, implementation: Any) -> None:
-    """Check that an attention implementation can compute what a configuration asks for.
+    """Check that an attention implementation can compute the mechanisms of a configuration.
 
     Raises:
-        ValueError: where it would ignore talking heads, a pattern, a score or a kernel, or takes values to be as wide
-            as keys.
+        ValueError: if the implementation would ignore talking heads, a pattern, a score function or a kernel, or if it
+            requires value heads of the size of the key heads.
     """
     if implementation in (None, "eager", "sdpa", EAGER, SDPA, RECORDING):
         return

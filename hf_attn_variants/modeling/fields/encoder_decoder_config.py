@@ -1,4 +1,4 @@
-"""The fields of encoder-decoders and of decoders with cross-attention: those of each stack, and of cross-attention."""
+"""The configuration fields of encoder-decoders and of decoders with cross-attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,13 +11,14 @@ __all__ = ["CrossAttentionConfigMixin", "EncoderDecoderConfigMixin"]
 
 @dataclass(kw_only=True, repr=False)
 class CrossAttentionConfigMixin(AttnVariantConfigMixin):
-    """The fields of `AttnVariantConfigMixin`, and those of cross-attention alone.
+    """The fields of `AttnVariantConfigMixin`, with further fields for cross-attention.
 
     Args:
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
         cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. If any of the five is given,
             cross-attention uses only these five. "none" as `cross_talking_heads` means no talking heads.
-        cross_score_function: `score_function` of cross-attention. None = that of `score_function`, "none" = none.
+        cross_score_function: the `score_function` of cross-attention. None = the value of `score_function`; "none" =
+            dot products.
     """
 
     cross_talking_heads: str | None = variant_field("cross_talking_heads")
@@ -30,21 +31,24 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
 
 @dataclass(kw_only=True, repr=False)
 class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
-    """The fields of `CrossAttentionConfigMixin`, those without a prefix the decoder's, and those of the encoder.
+    """The fields of `CrossAttentionConfigMixin` for the decoder, with further fields for the encoder.
 
-    `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
+    The fields without a prefix apply to the decoder. `num_key_value_heads` applies to its self-attention and
+    cross-attention, as in arXiv 2305.13245, section 2.2.
 
     Args:
-        encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
-        encoder_kv_lora_rank: `kv_lora_rank` of an encoder layer.
-        cross_kv_lora_rank: the same of cross-attention: one latent of the encoder's outputs for all layers of the
-            decoder. As wide as these: the outputs themselves, by which any checkpoint decodes as it is.
+        encoder_num_key_value_heads: the number of key/value heads per encoder layer. None = the number of query heads
+            (MHA).
+        encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
+        cross_kv_lora_rank: the rank of the latent that all decoder layers compute from the encoder outputs. The width
+            of the encoder outputs caches these themselves, so that any checkpoint decodes unchanged.
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
-        encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
+            encoder outputs.
         encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
-        encoder_talking_heads_dynamic, encoder_score_function: as those with `cross_`, of the encoder.
-        encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
+        encoder_talking_heads_dynamic, encoder_score_function: the same as the fields with `cross_`, for the encoder.
+        encoder_attention_kernel, cross_attention_kernel: the `attention_kernel` of the encoder and of cross-attention.
     """
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
@@ -72,11 +76,11 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     cross_attention_kernel: str | None = variant_field("cross_attention_kernel")
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
-        """Return the field of the query heads that share the key/value heads of this one."""
+        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
         encoder, decoder = self.encoder_decoder_heads
         return encoder if kv_heads_field.startswith("encoder_") else decoder
 
     def layer_count(self, name: str) -> int:
-        """Return how many layers of its stack may have a value of their own of a field."""
+        """Return the number of encoder or decoder layers that may have different values of a field."""
         encoder, decoder = self.encoder_decoder_layers
         return getattr(self, encoder if name.startswith("encoder_") else decoder)

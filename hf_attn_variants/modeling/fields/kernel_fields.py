@@ -1,7 +1,8 @@
-"""Attention without a softmax: the fields of a configuration that say by which kernel, and their checks.
+"""The configuration fields of linear attention, which replaces the softmax by a kernel, and their checks.
 
-`attention_kernel` names it (`kernel_table`). Of an encoder-decoder the field without a prefix is the decoder's
-self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_kernel` that of cross-attention.
+`attention_kernel` is the name of the kernel (`kernel_table`). In an encoder-decoder, it applies to the self-attention
+of the decoder. `encoder_attention_kernel` applies to the encoder, and `cross_attention_kernel` applies to
+cross-attention.
 """
 
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ __all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "has_kerne
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
-# Fields are of no configuration before they stand beside upstream's class: the checker alone sees the two as one.
+# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -27,23 +28,24 @@ if TYPE_CHECKING:
         num_hidden_layers: int = 0
         hidden_size: int = 0
 
-        def validate(self) -> None: ...  # which a decorator gives upstream's
+        def validate(self) -> None: ...  # a decorator of Transformers adds this method
 else:
     _Config = object
 
 
 @dataclass(kw_only=True, repr=False)
 class KernelFields(_Config):
-    """The fields of kernels that every configuration here has.
+    """The kernel fields that all configurations of this package have.
 
     Args:
-        attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
-            that time and memory are linear in the length: None (a softmax), "elu", "relu", "hedgehog", "favor", "rfa",
-            "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer". By layer None = the
-            layer has a softmax.
-        attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random
-            vectors, that of linformer's rows. None = the head's size d, 4 d, 2 d, and 4 d (or as many as positions).
-        attention_kernel_seed: of the random vectors.
+        attention_kernel: the kernel that replaces the softmax of self-attention, with time and memory linear in the
+            length. In an encoder-decoder, it applies to the decoder. None = softmax; "elu", "relu", "hedgehog",
+            "favor", "rfa"; "hybrid", with a softmax within `attention_window`; "linformer", only for encoders. None
+            in `per_layer_values` = the layer has a softmax.
+        attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
+            ("favor", "rfa") or the number of rows ("linformer"). None = d, 4 d, 2 d or 4 d, where d is the head
+            size. The default for "linformer" is at most the number of positions.
+        attention_kernel_seed: the seed of the random vectors.
     """
 
     attention_kernel: str | None = variant_field("attention_kernel")
@@ -52,22 +54,22 @@ class KernelFields(_Config):
 
     @classmethod
     def kernel_fields(cls) -> tuple[str, ...]:
-        """Return the fields that say what attentions have in the place of a softmax."""
+        """Return the fields that select a kernel instead of a softmax and set its options."""
         return tuple(each.name for each in fields(cls) if "kernel" in each.metadata)
 
 
 def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
-    """Say whether an attention of this configuration has a kernel.
+    """Return whether an attention of this configuration has a kernel.
 
     Args:
-        config: any.
-        is_causal: of a decoder's self-attention alone; None = any.
+        config: any configuration.
+        is_causal: True = check only the field without a prefix, the self-attention of a decoder. None = check all.
     """
     return bool(kernels_of(config, PREFIXES[:1] if is_causal else PREFIXES))
 
 
 def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:
-    """Say whether an attention of this configuration wants masks of padding alone: it knows the rest by itself."""
+    """Return whether an attention of this configuration only needs a padding mask and handles the rest itself."""
     return has_pattern(config, is_causal) or has_kernel(config, is_causal)
 
 
@@ -75,7 +77,7 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: if a size breaks its rule, or a kernel cannot be part of this model (`AttentionKernel.check`).
+        ValueError: if a size breaks its rule, or if the model does not support a kernel (`AttentionKernel.check`).
     """
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:

@@ -1,7 +1,7 @@
-"""Fields of a configuration whose value differs by layer: `per_layer_values`, {field: [a value for each layer]}.
+"""The fields that differ between layers: `per_layer_values`, {field: [one value per layer]}.
 
-Upstream's `per_layer_config`, {layer: {field: value}}, says the same, but knows one stack of layers alone and lets
-nobody read the field of the whole model; it is read here and turned into these lists.
+Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish the encoder from
+the decoder, and it hides the value for the whole model. This module therefore converts it to lists.
 """
 
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value
 
 LayerValue = int | str | list[str] | None
 
-# The fields that may differ by layer, without their prefix.
+# The names, without a prefix, of the fields that may differ between layers.
 DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
 def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
-    """Return a configuration's `per_layer_values`, checked; fields that are equal in all layers are set as such.
+    """Return the checked `per_layer_values` of a configuration, without fields that are equal in all layers.
 
-    The field of the whole model becomes the largest of its layers' values, for those who ask for one number; of
-    kernels, the one that there is; of talking heads, all that some layer has.
+    The field of the whole model is set to one value that summarizes its layers. This is the largest number, the only
+    kernel, or all talking-heads projections that any layer has.
 
     Raises:
-        ValueError: for an unknown field, a list of another length than there are layers, a value that the field
-            cannot have, or another one given for the whole model, and for several kernels.
+        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the whole model has a
+            different value, or the layers have several kernels.
     """
     lists = config.per_layer_values
     if lists is None:
@@ -61,10 +61,10 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
 def from_per_layer_config(
     config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, list[LayerValue]] | None:
-    """Return `per_layer_values` with what upstream's `per_layer_config` says beside it.
+    """Return `per_layer_values` updated by the `per_layer_config` of Transformers.
 
     Raises:
-        ValueError: for a layer that is no whole number of this model's, or a field that cannot differ by layer.
+        ValueError: if a layer is not a whole number within the model, or if a field cannot differ between layers.
     """
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}; got {by_layer!r}.")
@@ -76,13 +76,13 @@ def from_per_layer_config(
             if not str(layer).isdecimal() or int(layer) >= count:
                 raise ValueError(f"`per_layer_config` has layer {layer!r}; `{name}` has layers 0 to {count - 1}.")
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
-    for name in lists:  # it was the value of the layers that are not named
+    for name in lists:  # the value of the whole model was that of the unnamed layers
         setattr(config, name, None)
     return lists or None
 
 
 def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without those that newly given `fields` replace, as one value or by layer."""
+    """Return the values of a configuration without those that `fields` replaces, as one value or per layer."""
     by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
@@ -91,7 +91,7 @@ def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -
 
 
 def value_or_list(values: Mapping[str, Any], name: str) -> Any:
-    """Return what a configuration's values say of a field: one value, or a list of those of layers that differ."""
+    """Return the value of a field, or a list of values if the layers differ."""
     of_layers = (values.get("per_layer_values") or {}).get(name)
     if not isinstance(of_layers, list | tuple) or not of_layers:
         return values.get(name)
@@ -104,7 +104,7 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
 
 
 def _of_all(name: str, values: list[Any]) -> LayerValue:
-    """Return what the field of the whole model is where its layers have these values."""
+    """Return the value of a field for the whole model from the values of its layers."""
     prefix, row = row_of(name)
     known = [value for value in values if value is not None]
     if row.kind is list:

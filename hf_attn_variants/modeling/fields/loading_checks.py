@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be loaded with a configuration, or has to be converted first."""
+"""Checks of whether a checkpoint loads with a configuration or requires a conversion first."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from .layer_values import value_or_list, without_layer_values
 
 __all__ = ["adds_talking_heads", "warn_of_positions"]
 
-# Below transformers' own logger: its verbosity holds for what is said here too.
+# This logger is a child of the logger of Transformers and therefore follows its verbosity.
 logger = logging.get_logger(f"transformers.{__name__}")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -28,16 +28,16 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", 
 def adds_talking_heads(
     config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]
 ) -> frozenset[tuple[str, int]]:
-    """Return where loading a checkpoint with this configuration adds talking heads to what has none there.
+    """Return the attentions to which loading a checkpoint with this configuration adds talking heads.
 
-    A place is its prefix and its layer.
+    Each attention is a pair of its prefix and its layer.
 
     Args:
-        config_class: the model's.
-        source, config, kwargs: as `from_pretrained` gets them.
+        config_class: configuration class of the model.
+        source, config, kwargs: arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
+        ValueError: if the configuration has other heads than the checkpoint and therefore requires a conversion.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
     shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
@@ -49,7 +49,7 @@ def adds_talking_heads(
     held = _held(config_class, source, kwargs)
     heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if heads is None:
-        return frozenset()  # weights without a configuration: nothing to compare with
+        return frozenset()  # the weights have no configuration to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
@@ -65,20 +65,20 @@ def adds_talking_heads(
 
 
 def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
-    """Say whether heads talk anywhere, as far as the values of a configuration say so."""
+    """Return whether the values of a configuration include talking heads in any layer."""
     names = [name for name in config_class.talking_fields() if name.endswith(KIND)]
     by_layer = values.get("per_layer_values") or {}
     return any(values.get(name) is not None or name in by_layer for name in names)
 
 
 def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
-    """Return where heads talk in the wanted configuration alone.
+    """Return the attentions that have talking heads only in the wanted configuration.
 
-    Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    The initialization allows adding talking heads to a plain checkpoint, but loading must not drop learned ones.
 
     Raises:
-        ValueError: where heads that talk would be dropped or have other projections, or what the checkpoint has would
-            be of another size.
+        ValueError: if learned talking heads would be dropped or get other projections, or if a learned weight would
+            change its size.
     """
     added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
     for prefix in talking_places(wanted):
@@ -100,11 +100,11 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
 
 
 def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
-    """Say of a checkpoint, loaded with sinusoidal positions, that its own are left out, where it has others.
+    """Warn if sinusoidal positions replace the positions of a checkpoint and change its outputs.
 
     Args:
-        config: the loaded model's.
-        source, kwargs: as for `adds_talking_heads`.
+        config: configuration of the loaded model.
+        source, kwargs: same as for `adds_talking_heads`.
     """
     held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
     if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
@@ -115,16 +115,16 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's configuration, read from where `from_pretrained` reads it."""
+    """Return the configuration of a checkpoint, read from the location that `from_pretrained` uses."""
     return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
 
 
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError where a checkpoint would have to be converted to have the heads and ranks that are wanted."""
+    """Raise ValueError if the wanted heads and ranks require a conversion of the checkpoint."""
     width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     asked = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
-        # A rank as large as its input takes no parameter.
+        # A rank equal to the input width has no parameters.
         default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
         old, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
         if name not in asked or value == old:
@@ -145,7 +145,7 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 
 
 def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
+    """Raise ValueError if learned weights or random vectors of a kernel would be dropped or resized."""
     asked = {**without_layer_values(held, wanted), **wanted}
     old = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
@@ -162,7 +162,7 @@ def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
 
 
 def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError where value heads of another size are wanted than a checkpoint has."""
+    """Raise ValueError if the wanted size of the value heads differs from the checkpoint."""
     if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
         return
     old = config_class.from_dict(dict(held))

@@ -1,4 +1,4 @@
-"""How a configuration is saved: with its code beside it, and an `auto_map` that points there."""
+"""The base class of configurations that are saved with their code and with an `auto_map` to this code."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -8,7 +8,7 @@ from .used_mechanisms import used_mechanisms
 
 __all__ = ["SavedWithCode", "without_repository"]
 
-# A mixin is no configuration before it stands beside upstream's class: the checker alone sees the two as one.
+# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -18,11 +18,11 @@ else:
 
 
 class SavedWithCode(_Saved):
-    """What saves a configuration with its code; listed before upstream's class among the bases.
+    """A configuration that is saved with its code, as a mixin to list before a class of Transformers.
 
     Class attributes:
-        modeling_file: the name of the file with its architecture's models.
-        auto_classes: for each Auto class, the name of the model there.
+        modeling_file: name of the file with the models of the architecture.
+        auto_classes: name of the model in this file for each Auto class.
     """
 
     modeling_file: ClassVar[str] = ""
@@ -35,15 +35,15 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
+        """Register a class that is not part of this package, because Transformers would copy the code of its own."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """Save as upstream does, and beside it the code that `auto_map` points to.
+        """Save the configuration as Transformers does, together with the code that `auto_map` refers to.
 
-        A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
-        one of that class to which every word is unknown, and say nothing.
+        The class of the tokenizer is only saved in tokenizer_config.json. Without a saved tokenizer, `AutoTokenizer`
+        would otherwise silently create one of this class with an empty vocabulary.
         """
         names = ("auto_map", "tokenizer_class")
         own: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
@@ -54,7 +54,7 @@ class SavedWithCode(_Saved):
             write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
         finally:
             self.__dict__.update(own)
-        if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
+        if push_to_hub:  # the Transformers method saves again and uploads all files of the folder
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
@@ -65,5 +65,5 @@ class SavedWithCode(_Saved):
 
 
 def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
-    """Return an `auto_map` without the repository that it was read from, which files saved anew are not in."""
+    """Return an `auto_map` without the source repository, because newly saved files are not in that repository."""
     return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}

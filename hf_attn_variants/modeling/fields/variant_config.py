@@ -1,7 +1,8 @@
-"""The fields of the attention variants and their checks: what every configuration here adds to upstream's.
+"""The base class of all variant configurations, with the attention fields and their checks.
 
-Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436, latent
-attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), sliding windows 2004.05150 (Longformer).
+Sources: multi-query attention (arXiv 1911.02150), grouped-query attention (2305.13245), talking heads (2003.02436),
+latent attention (MLA, 2405.04434) and its full rank (slim attention, 2503.05840), sliding windows (Longformer,
+2004.05150).
 """
 
 from collections.abc import Iterable
@@ -42,59 +43,62 @@ from .used_mechanisms import check_included, used_mechanisms
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
-# A child of Transformers' logger, whose verbosity then applies.
+# This logger is a child of the logger of Transformers and therefore follows its verbosity.
 logger = logging.get_logger(f"transformers.{__name__}")
 
 check_configurations()
 
 
-# Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
+# A generated __repr__ would override the one of Transformers and omit its fields.
 @dataclass(kw_only=True, repr=False)
 class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
-    """The fields of the attention variants; listed before an upstream configuration class among the bases.
+    """The fields of the attention variants, as a mixin to list before a configuration class of Transformers.
 
     Args:
-        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
-            = GQA. Stored as an int.
-        value_head_dim: d_v, the size of the value heads of all attentions (v beside k in arXiv 1911.02150). None = d,
-            that of the query and key heads. Of models from scratch.
-        kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
-            and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
-            no parameter. None = keys and values are made from the input and kept.
-        per_layer_values: fields (heads, ranks, windows, kernels, talking heads) whose value differs by layer, {field:
-            [one for each layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
-        talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
-            "weights" (P_w, after it) or "both".
-        num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
-        num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
-            `num_softmax_heads` where only P_l stands between the two.
-        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention; input-dependent terms
-            begin as zeros) or "random" (fan-in variance scaling, the authors' default).
+        num_key_value_heads: k, the number of key/value heads per layer, stored as an int. None = the number of query
+            heads (MHA), 1 = MQA, a number between these = GQA.
+        value_head_dim: d_v, the size of a value head in all attention modules (v in arXiv 1911.02150). None = d, the
+            size of a query or key head. Other values require training from scratch.
+        kv_lora_rank: r, the rank of the latent from which self-attention computes keys and values (arXiv 2405.04434,
+            section 2.1.2). In an encoder-decoder, it applies to the decoder. The width of the input caches the input
+            itself, without new parameters. None = the cache stores keys and values.
+        per_layer_values: fields that differ between layers (heads, ranks, windows, kernels, talking heads), as
+            {field: [one value per layer]}. The Transformers form `per_layer_config`, {layer: {field: value}}, is
+            converted to it.
+        talking_heads: talking-heads projections of the attention: None, "logits" (P_l, before the softmax), "weights"
+            (P_w, after the softmax) or "both".
+        num_softmax_heads: h, the number of softmax heads. None = `num_attention_heads`.
+        num_value_heads: h_v, the number of heads of the values and of the output projection. None =
+            `num_attention_heads`, or `num_softmax_heads` if P_l is the only projection.
+        talking_heads_init: initialization of a new P_l or P_w. "identity" equals multi-head attention, and the
+            input-dependent terms start at zero. "random" is fan-in variance scaling, the default of the authors.
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
-        attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
-            encoder-decoder: the decoder's self-attention).
-        attention_window: w of a window, even. A token reads itself and w / 2 on each side; where causal the last w,
-            itself among them, and a cache keeps no more. By layer None = the layer has no window.
-        attention_dilation: the step from one token that is read to the next.
-        num_global_tokens: the number of tokens, the first ones, that read all and are read by all. Of encoders.
-        position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
-            "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
-        score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
-        attn_variants_format: the number of the format of these fields, 5.
+        attention_pattern: None (each token attends to all tokens), "sliding_window" or a block pattern. In an
+            encoder-decoder, it applies to the self-attention of the decoder.
+        attention_window: w, the even size of the window. A token attends to itself and to w / 2 tokens on each side.
+            Causal attention and its cache use the last w tokens. None in `per_layer_values` = no window.
+        attention_dilation: the step between the tokens in a window.
+        num_global_tokens: the number of global tokens at the start of the text, only for encoders. They attend to all
+            tokens, and all tokens attend to them.
+        position_embedding_type: None = the positions of the architecture, which "absolute" also names if they are a
+            table. "sinusoidal" = sines and cosines for any length (arXiv 1706.03762, section 3.5).
+        score_function: None = dot products; "additive" = v^T tanh(W q + U k), with W, U and v per head (1409.0473,
+            A.1.2).
+        attn_variants_format: the version number of the format of these fields, 5.
 
     Raises:
-        ValueError: if a value breaks a rule, or a keyword is nearly the name of one of these fields; the message gives
-            the rule, the field and the values.
+        ValueError: if a value breaks a rule or a keyword resembles the name of a field. The message contains the
+            rule, the field and the values.
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
     head_dim_field: ClassVar[str | None] = None
-    # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
+    # True if position ids start after the id of the padding token, as in RoBERTa.
     positions_after_padding: ClassVar[bool] = False
-    makes_summaries: ClassVar[bool] = False  # whether its encoder can sum blocks of tokens (`transient_global`)
-    # What `position_embedding_type` may be; None = the host's own.
+    makes_summaries: ClassVar[bool] = False  # True if the encoder can sum blocks of tokens (`transient_global`)
+    # The allowed values of `position_embedding_type`. None = the positions of the architecture.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
     num_key_value_heads: int | None = variant_field("num_key_value_heads")
@@ -116,8 +120,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     attn_variants_format: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
-        # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
+        # The configuration of a base checkpoint has the model type of Transformers, which would hide the type of the
+        # class. Only a saved configuration has a model type. It loads with any names, because other tools add notes.
         model_type = kwargs.pop("model_type", None)
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
@@ -130,7 +134,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
-        by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
+        by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make the fields unreadable
         if kwargs.get("num_labels") is not None:
             check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
         with wrong_kinds_explained():
@@ -139,14 +143,14 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self.per_layer_values = from_per_layer_config(self, by_layer)
         self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
-        # sentence-transformers makes a configuration before it looks in its table for the class to load.
+        # Sentence Transformers creates a configuration before it looks up the class to load in its table.
         register_with_sentence_transformers(type(self))
 
     def check_variant(self) -> None:
-        """Check the variant fields against each other and fill in what was not given; models check again when built.
+        """Check the variant fields against each other and fill in the missing ones. Models repeat this check.
 
         Raises:
-            ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+            ValueError: if a value breaks a rule. The message contains the rule, the field and the values.
         """
         used = used_mechanisms(self)
         check_included(used)
@@ -168,7 +172,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
         self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
-        if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid has a window, too
+        if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
             check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         if "linear_attention" in used:
@@ -180,56 +184,56 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def variant_fields(cls) -> tuple[str, ...]:
-        """Return the fields that this package adds to those of Transformers: key/value heads first, then ranks."""
+        """Return the fields that this package adds: first key/value heads, then ranks, then the others."""
         own = [each for each in fields(cls) if "variant" in each.metadata]
         own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
         return tuple(each.name for each in own)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
-        """Return the fields that hold a number of key/value heads."""
+        """Return the fields that contain a number of key/value heads."""
         return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
 
     @classmethod
     def rank_fields(cls) -> tuple[str, ...]:
-        """Return the fields that hold the rank of a latent."""
+        """Return the fields that contain the rank of a latent."""
         return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
 
     @classmethod
     def talking_fields(cls) -> tuple[str, ...]:
-        """Return the fields of talking heads."""
+        """Return the fields of the talking-heads projections."""
         return tuple(each.name for each in fields(cls) if "talking" in each.metadata)
 
     @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
-        """Return the fields that say which tokens an attention reads; no weight depends on them."""
+        """Return the fields that select the keys of a query. The weights do not depend on these fields."""
         return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
 
     @classmethod
     def from_scratch_fields(cls) -> tuple[str, ...]:
-        """Return the fields that a conversion cannot give a checkpoint: models of them are trained from scratch."""
+        """Return the fields that a conversion cannot set, because their models must be trained from scratch."""
         return tuple(each.name for each in fields(cls) if "from_scratch" in each.metadata)
 
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:
-        """Return the fields that each layer may have a value of its own of (`per_layer_values`)."""
+        """Return the fields that may differ between layers (`per_layer_values`)."""
         return tuple(name for name in cls.variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata)
 
     def layer_count(self, name: str) -> int:
-        """Return how many layers may have a value of their own of a field."""
+        """Return the number of layers that may have different values of a field."""
         return self.num_hidden_layers
 
     def layer_value(self, name: str, layer: int) -> LayerValue:
-        """Return the value that a field has in one layer."""
+        """Return the value of a field in one layer."""
         values = (self.per_layer_values or {}).get(name)
         return getattr(self, name) if values is None else values[layer]
 
     def head_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return the fields of head counts, those of softmax and values only where heads talk.
+        """Return the fields of head counts, including softmax and value heads if the model has talking heads.
 
         Args:
-            kv_heads_fields: those of key/value heads that a model has attentions for; None = all. Stacks of unequal
-                heads have a field each.
+            kv_heads_fields: the fields of key/value heads to include. None = all. An encoder and a decoder with
+                different numbers of query heads have one field each.
         """
         kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
@@ -238,11 +242,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return (*query_fields, *kv_fields, *count_fields(self, kv_fields))
 
     def talking_heads_of(self, prefix: str, layer: int) -> TalkingHeads:
-        """Return how heads talk in a layer's attention of a place: "" self-attention, "encoder_", "cross_"."""
+        """Return the talking heads of one layer. The prefix "", "encoder_" or "cross_" selects the attention."""
         return TalkingHeads.of(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
-        """Return the field of the query heads that share the key/value heads of this one."""
+        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
         return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
 
     def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
@@ -251,10 +255,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Check that no keyword is nearly the name of a variant field: Transformers accepts every name.
+        """Check that no keyword is a misspelled variant field, because Transformers accepts any name.
 
         Raises:
-            ValueError: if there is one; the message names the field.
+            ValueError: if a keyword resembles the name of a field. The message contains this field.
         """
         for name in names:
             if (reason := wrong_name(cls, name)) is not None:
@@ -262,40 +266,40 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration as upstream does; upstream's own of this architecture gets this class's model type."""
+        """Read a configuration and replace the model type of Transformers by the model type of this class."""
         values, unused = super().get_config_dict(*args, **kwargs)
         return cls._adopted(values), unused
 
     @classmethod
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
-        # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
+        # This class loads base checkpoints, and Transformers would warn about their model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
         own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
         return values | own if is_upstreams else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
+        """Create a configuration from a dictionary and check the variant fields in `kwargs` as well."""
         cls.check_names(kwargs.keys() - config_dict.keys())
-        if "model_type" not in config_dict:  # old checkpoints of upstream's classes
+        if "model_type" not in config_dict:  # old checkpoints of Transformers
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
         names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
         names |= {"is_decoder", "add_cross_attention"} & {each.name for each in fields(cls)}
-        # Upstream would set them on the finished configuration, past its checks.
+        # Transformers would set these fields after the checks of the configuration.
         given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in given:
             given[heads_field] = given.pop("num_attention_heads")
-        if heads_field in given:  # counts that only say "as many as these" go with them
+        if heads_field in given:  # counts that equal the old number of heads follow the new number
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
+        with wrong_kinds_explained():  # Transformers logs the finished configuration
             return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
-        """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
+        """Return a configuration of this class with the values of a Transformers or variant one, updated by `fields`.
 
         Raises:
             ValueError: if `config` belongs to another architecture.
@@ -311,13 +315,13 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return cls(**(without_replaced(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d, the size of one query and key head where this field counts the key/value heads."""
-        if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
+        """Return d, the size of a query or key head in the attention of this key/value heads field."""
+        if self.head_dim_field is not None:  # the heads together may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
     def attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d_v, the size of one value head there."""
+        """Return d_v, the size of a value head in the attention of this key/value heads field."""
         return self.attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property
@@ -326,7 +330,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:
-        # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
+        # Transformers may write its function names into the configuration of a live model, without talking heads.
         upstreams: Any = PreTrainedConfig._attn_implementation
         upstreams.fset(self, value)
         name: Any = self._attn_implementation_internal
@@ -338,25 +342,25 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @_experts_implementation_internal.setter
     def _experts_implementation_internal(self, value: str | None) -> None:
-        # The constructor of every model of Transformers writes a name here; a configuration itself writes None.
+        # The constructor of every Transformers model writes a name here, but a configuration itself writes None.
         if value is not None and (model_class := foreign_class()) is not None:
             check_foreign_class(self, model_class)
-            name: Any = self._attn_implementation_internal  # a live model's configuration names our functions
+            name: Any = self._attn_implementation_internal  # the configuration of a live model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
         vars(self)["_experts_implementation_internal"] = value
 
     @property
     def output_attentions(self) -> bool | None:
-        """Whether the model returns its attention weights, whatever the attention implementation."""
+        """True if the model returns its attention weights, with any attention implementation."""
         return self._output_attentions
 
     @output_attentions.setter
     def output_attentions(self, value: bool) -> None:
-        # Upstream refuses this for all but "eager"; our own functions return the weights under "sdpa" as well.
+        # Transformers allows this only for "eager", but the functions of this package also return weights for "sdpa".
         self._output_attentions = value
 
     def validate(self) -> None:
-        """Run upstream's checks, except the one that allows `output_attentions` under "eager" alone."""
+        """Run the checks of Transformers, except the one that limits `output_attentions` to "eager"."""
         output_attentions, self._output_attentions = self._output_attentions, False
         try:
             super().validate()
@@ -364,17 +368,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self._output_attentions = output_attentions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as upstream does, without fields that only inherit another's value."""
-        # peft asks here for the model type, before it looks in its tables for the modules to adapt.
+        """Return the configuration as a dictionary, without fields that only inherit the value of another field."""
+        # peft calls this method for the model type before it looks up the modules to adapt in its tables.
         register_with_peft(type(self))
         return stored_values(super().to_dict())
 
 
 def can_cache(config: Any) -> bool:
-    """Return whether a decoder may keep past keys and values.
+    """Return whether a decoder can cache past keys and values.
 
-    Memory-side dynamic projections need past inputs too; those of cross-attention the encoder's outputs, which are
-    there, but not beside a latent of these.
+    The dynamic projections "m2l" and "m2w" also need the past inputs, which the cache does not contain. In
+    cross-attention, these inputs are the encoder outputs. They are available unless the cache stores a latent of them.
     """
     if not hasattr(config, DYNAMIC):
         return True
