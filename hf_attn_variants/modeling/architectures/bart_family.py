@@ -43,7 +43,7 @@ BART_FAMILY_SITES = (
 
 
 class BartFamilyAttentionMixin(AttentionVariantMixin):
-    """Mixin for the attention class of BART and its relatives; list it before the Transformers class among the bases."""
+    """Mixin for the attention class of BART and its relatives; list it before the Transformers class in the bases."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear

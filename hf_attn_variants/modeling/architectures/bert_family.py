@@ -36,7 +36,7 @@ BERT_FAMILY_SITES = (
 
 
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
-    """Mixin for the self-attention of BERT and its relatives; list it before the Transformers class among the bases."""
+    """Mixin for the self-attention of BERT and its relatives; list it before the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
@@ -57,7 +57,7 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
-    """Mixin for the cross-attention of BERT and its relatives; list it before the Transformers class among the bases."""
+    """Mixin for the cross-attention of BERT and its relatives; list it before the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
@@ -67,7 +67,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states to the encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
+        """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
         states, memory, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         if not self.projects_itself:

@@ -80,7 +80,7 @@ def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[st
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
-    """The configuration of BERT with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
+    """Configuration of BERT with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
@@ -90,7 +90,7 @@ class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """The configuration of ALBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
+    """Configuration of ALBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
@@ -117,7 +117,7 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
 
 
 class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
-    """The configuration of ELECTRA with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
+    """Configuration of ELECTRA with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_electra"
     upstream_model_types = ("electra",)
@@ -128,7 +128,7 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
 
 
 class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
-    """The configuration of DistilBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
+    """Configuration of DistilBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_distilbert"
     upstream_model_types = ("distilbert",)
@@ -142,8 +142,8 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
         """Check the variant fields, and that only one option for sinusoidal positions is set.
 
         Raises:
-            ValueError: if `sinusoidal_pos_embds` and sinusoidal `position_embedding_type` are both set. The former is a table
-                of parameters.
+            ValueError: if `sinusoidal_pos_embds` and sinusoidal `position_embedding_type` are both set. The former is
+                a table of parameters.
         """
         super().check_variant()
         if self.sinusoidal_pos_embds and has_sinusoids(self):
@@ -168,8 +168,8 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of the text model; that of the decoder has the number of layers of the decoder.
 
-        Generation creates a cache for each layer. Transformers reads `decoder_layers`, a field that T5 does not have, and
-        therefore uses the number of encoder layers for both.
+        Generation creates a cache for each layer. Transformers reads `decoder_layers`, a field that T5 does not have,
+        and therefore uses the number of encoder layers for both.
         """
         text_config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and not encoder and text_config is not self:
@@ -178,7 +178,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
-    """The configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
@@ -215,7 +215,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
 
 
 class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
-    """The configuration of UMT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of UMT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_umt5"
     upstream_model_types = ("umt5",)
@@ -223,8 +223,9 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # This is the rule of Transformers 5.24 and later, for every installed release. An untied head in the checkpoint means
-        # unscaled outputs, although the head is tied. Earlier releases dropped the flag and saved "tied".
+        # This is the rule of Transformers 5.24 and later, for every installed release. An untied head in the
+        # checkpoint means unscaled outputs, although the head is tied. Earlier releases dropped the flag and saved
+        # "tied".
         scaled = kwargs.pop("scale_decoder_outputs", None)
         scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
         super().__post_init__(**kwargs)
@@ -232,7 +233,7 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
-    """Mixin for the configurations of BART and its relatives: the field names, and the head counts of encoder and decoder."""
+    """Mixin for the configurations of BART and its relatives: field names, and head counts of encoder and decoder."""
 
     layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
@@ -254,7 +255,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
-    """The configuration of BART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of BART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bart"
     upstream_model_types = ("bart",)
@@ -263,7 +264,7 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
-    """The configuration of mBART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of mBART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_mbart"
     upstream_model_types = ("mbart",)
@@ -272,7 +273,7 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
-    """The configuration of Marian with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of Marian with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_marian"
     upstream_model_types = ("marian",)
@@ -281,7 +282,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
-    """The configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`; the default is multi-head."""
+    """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_m2m_100"
     upstream_model_types = ("m2m_100",)
@@ -290,7 +291,7 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
 
 
 class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
-    """The configuration of PEGASUS with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of PEGASUS with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_pegasus"
     upstream_model_types = ("pegasus",)
@@ -299,7 +300,7 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
 
 
 class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
-    """The configuration of Whisper with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of Whisper with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_whisper"
     upstream_model_types = ("whisper",)
@@ -313,8 +314,8 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # `generate` reads the model type of the instance to choose the prompt. The speech pipeline reads it to transcribe long
-        # audio and to return timestamps. The saved value is that of the class.
+        # `generate` reads the model type of the instance to choose the prompt. The speech pipeline reads it to
+        # transcribe long audio and to return timestamps. The saved value is that of the class.
         vars(self)["model_type"] = "whisper"
 
 

@@ -89,7 +89,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
     @classmethod
     def module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass runs a module: once for each layer of its group, because these layers share it."""
+        """Return how often a forward pass runs a module: once for each layer of its group, which shares the module."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1

@@ -94,6 +94,6 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
     """`BertForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table if it smooths them. The
-# text-generation pipeline accepts the models of this table.
+# The Trainer of Transformers shifts the labels of the model classes in this table when it applies label smoothing.
+# The text-generation pipeline accepts the models of this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__

@@ -43,8 +43,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
 
-        The method differs from `T5Attention.forward` in one point. Without relative positions it does not create a position
-        bias, whereas Transformers adds a bias of zeros in every layer and decoding step.
+        The method differs from `T5Attention.forward` in one point. Without relative positions it does not create a
+        position bias, whereas Transformers adds a bias of zeros in every layer and decoding step.
 
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.

@@ -43,7 +43,8 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Prepare the attention as for T5, and make the self-attention of the decoder causal."""
         check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
-        # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later tokens.
+        # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later
+        # tokens.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, memory_dim)
 

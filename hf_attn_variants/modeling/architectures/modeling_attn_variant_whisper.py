@@ -38,8 +38,8 @@ __all__ = [
 class CountsHeadsByProjection:
     """Mixin that gives the keys and values of `WhisperAttention` as many heads as their projections have.
 
-    `WhisperAttention.forward` assumes the number of query heads. `BartAttention` computes the same attention without this
-    assumption. It scales the dot products, whereas Whisper scales the queries.
+    `WhisperAttention.forward` assumes the number of query heads. `BartAttention` computes the same attention without
+    this assumption. It scales the dot products, whereas Whisper scales the queries.
     """
 
     arguments: Arguments

@@ -112,9 +112,10 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters and the bias of the summaries, as Transformers does for the tokens' bias.
+        """Initialize the talking-heads parameters and, by the rule of Transformers for tokens, the bias of the summaries.
 
-        If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its input size.
+        If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its
+        input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:
@@ -135,8 +136,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         """Attend within `states` [b, n, d_model], or from them to `memory` [b, m, d_model].
 
         Args:
-            position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions computes
-                it. If the attention has a pattern, the bias is a table by distance.
+            position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions
+                computes it. If the attention has a pattern, the bias is a table by distance.
             kwargs: further arguments of the attention function.
 
         Returns:
@@ -146,7 +147,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             memory = rows_of_sentences(memory, (self.k, self.v))
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
-        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor with one element
+        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
             key, value = self.keys_and_values_of((self.k, self.v), states, memory, cache)
@@ -159,13 +160,15 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             if self.reach is not None:  # by distance, for one query in the middle (`relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 memory_length = 2 * past_length + 1
-            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share the bias.
+            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share
+            # the bias.
             position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
             if isinstance(self.reach, TransientGlobal):
                 position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
         bias = position_bias
         if bias is not None and not self.is_own:
-            # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out of bounds.
+            # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out
+            # of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic

@@ -28,7 +28,7 @@ class HeadSharing(Mechanism):
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, int] | None:
-        """Return the key/value head field of a place and the smallest number of heads in a layer; None for other kinds."""
+        """Return the key/value head field of a place and the smallest count in a layer, or None for another kind."""
         field = key_value_field(prefix)
         if not hasattr(config, field):
             return None

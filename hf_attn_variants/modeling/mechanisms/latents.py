@@ -36,7 +36,7 @@ class LatentProjection(nn.Linear):
         super().__init__(width, rank, bias=False, **kwargs)
 
     def init_projections(self) -> None:
-        """Draw the weights so that keys and values have the standard deviation that the initialization of Transformers intends."""
+        """Draw the weights so that keys and values have the standard deviation that Transformers intends."""
         init.normal_(self.weight, mean=0.0, std=self.out_features**-0.5)
 
 

@@ -15,7 +15,7 @@ class Mechanism:
 
     Class attributes:
         field: the field of the configuration that requests the mechanism, without a prefix.
-        name: the value of the field that selects the mechanism. A base class stands for any value and has no name.
+        name: the value of the field that selects the mechanism. A base class accepts any value and has no name.
         paper: the title and the arXiv identifier.
         inherits: `True` if a place without its own value uses the value of the field without a prefix.
     """

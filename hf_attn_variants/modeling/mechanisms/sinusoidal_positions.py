@@ -28,7 +28,7 @@ def has_sinusoids(config: Any) -> bool:
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sines (even dimensions) and cosines (odd dimensions) of positions [..., n] as [..., n, width], float32.
+    """Return sines (even dimensions) and cosines (odd dimensions) of positions [..., n] as [..., n, width], float32.
 
     Source: arXiv 1706.03762, section 3.5.
     """
@@ -46,7 +46,7 @@ class SinusoidalPositions(Mechanism, nn.Module):
         width: the size of an embedding.
         spread: the factor that the embeddings are multiplied by.
         first: the number that the model gives to the first position.
-        like: the table that the embeddings replace. They have its dtype and follow the model to another device.
+        like: the table that the embeddings replace. They have its dtype, and `to` changes it together with the model.
     """
 
     like: torch.Tensor
@@ -131,8 +131,8 @@ class EmbeddingsMixin(_Embeddings):
 class AddsSinusoids(_Stack):
     """Mixin that adds sinusoidal positions to the inputs of the encoder or decoder of T5 or UMT5.
 
-    The position of a token is the number of tokens before it that are not padding, including the tokens in a cache. Padding
-    on the left therefore does not change the outputs, as with the relative position bias.
+    The position of a token is the number of tokens before it that are not padding, including the tokens in a cache.
+    Padding on the left therefore does not change the outputs, as with the relative position bias.
     """
 
     input_arguments: Arguments

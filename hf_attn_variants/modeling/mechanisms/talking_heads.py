@@ -1,9 +1,9 @@
 """Talking-heads attention: projections across the heads, before and after the softmax (arXiv 2003.02436).
 
-P_l and P_w are defined in section 3 of the paper, and their input-dependent terms in section 5. The five fields without
-a prefix apply to every attention. If any of the five fields with `encoder_` (or `cross_`) is given, the encoder (or
-cross-attention) uses only the fields with this prefix. The module does not import torch, because the commands create
-flags from these names.
+P_l and P_w are defined in section 3 of the paper, and their input-dependent terms in section 5. The five fields
+without a prefix apply to every attention. If any of the five fields with `encoder_` (or `cross_`) is given, the
+encoder (or cross-attention) uses only the fields with this prefix. The module does not import torch, because the
+commands create flags from these names.
 """
 
 from collections.abc import Iterable
@@ -111,7 +111,7 @@ class TalkingHeads(Mechanism):
         return cls(kind, softmax, output, init or IDENTITY, tuple(dynamic or ()))
 
     def kept_when_loaded(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
-        """Return the fields that must not change when a checkpoint is loaded, each with its current and its wanted value.
+        """Return the fields that loading a checkpoint must not change, each with its current and its wanted value.
 
         Args:
             wanted: the wanted settings of the same attention.
@@ -145,7 +145,7 @@ def talking_places(config: Any) -> tuple[str, ...]:
 
 
 def talks(config: Any, prefix: str | None = None) -> bool:
-    """Check if any layer of a place has talking heads; None stands for all places."""
+    """Check if any layer of a place has talking heads; None selects all places."""
     places = talking_places(config) if prefix is None else (prefix,)
     return any(talking.kind for place in places for talking in layers_of(config, place))
 
@@ -205,9 +205,9 @@ def projection_shapes(heads: "AttentionHeads", query_dim: int, memory_dim: int) 
 def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
     """Return the initial standard deviation of a talking-heads parameter, or None if it starts as the identity.
 
-    The scale is 1 / fan-in, as in the code of the authors. A dynamic projection has the shape [input size, h_in, h_out].
-    With identity initialization it starts as zeros, so that the outputs do not change. Otherwise it is drawn with a
-    variance scale of 0.01 / h_in, because larger values made training difficult.
+    The variance is 1 / fan-in, as in the code of the authors. A dynamic projection [input size, h_in, h_out] is added
+    to another projection. With identity initialization it starts as zeros, so that the outputs do not change.
+    Otherwise its variance is scaled by 0.01 / h_in, because larger values made training difficult.
 
     Args:
         name: the name of the parameter.

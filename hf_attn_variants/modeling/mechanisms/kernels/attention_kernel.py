@@ -30,7 +30,8 @@ class AttentionKernel(Mechanism, ABC):
     """The kernel of one attention.
 
     Args:
-        features: the width of learned maps, or the number of random vectors or rows (`attention_kernel_features`).
+        features: the width of learned projections, or the number of random vectors or rows
+            (`attention_kernel_features`).
         is_causal: `True` if a query does not attend to later keys.
         seed: the seed of the random numbers.
 
@@ -93,7 +94,7 @@ class AttentionKernel(Mechanism, ABC):
         return self.is_causal
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the tensors of the kernel for an attention with these heads, by name."""
+        """Return the tensors of the kernel for an attention with these heads: {name: tensor}."""
         return {}
 
     @abstractmethod
@@ -118,9 +119,9 @@ class AttentionKernel(Mechanism, ABC):
             state: the state that an earlier call returned for the keys before these (causal attention only).
 
         Returns:
-            The outputs [b, n, h, d_v], zeros if a query attends to no key, and the state after these keys, or None. If a
-            kernel of cross-attention returns a state, its method `read_state` computes the outputs of later queries (see
-            `FeatureKernel`).
+            The outputs [b, n, h, d_v], zeros if a query attends to no key, and the state after these keys, or None. If
+            a kernel of cross-attention returns a state, its method `read_state` computes the outputs of later queries
+            (see `FeatureKernel`).
         """
 
     @abstractmethod

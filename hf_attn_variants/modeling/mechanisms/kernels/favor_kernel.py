@@ -1,4 +1,4 @@
-"""FAVOR+: positive random features whose products estimate the weights of a softmax (arXiv 2009.14794, section 2.3)."""
+"""FAVOR+: positive random features whose products estimate softmax weights (arXiv 2009.14794, section 2.3)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,10 @@ __all__ = ["Favor"]
 
 @dataclass(frozen=True)
 class Favor(FeatureKernel):
-    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w; x is scaled by the square root of the logits' factor."""
+    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
+
+    The input x is scaled by the square root of the factor of the logits.
+    """
 
     name = "favor"
     paper = ("Rethinking attention with Performers", "2009.14794")

@@ -1,4 +1,4 @@
-"""Linear attention: the weights are products of features, so that keys and values are summed independently of the query.
+"""Linear attention with weights that are products of features, so that the sums of keys and values need no query.
 
 The features phi(q) and phi(k) have F numbers per head. The weights, phi(q) phi(k)^T divided by their row sums, are
 never stored:
@@ -6,9 +6,9 @@ never stored:
     S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], over all keys
     o_i = phi(q_i) S                 d_v sums of values, and the sum of the weights that they are divided by
 
-Each step takes n F d_v multiply-adds, for any length. In causal attention, S is a running sum. The weights are computed
-within a chunk of C tokens, and S holds the sum over all earlier chunks. A decoder caches only S. Sums are in float32
-or a more precise dtype. Attention dropout is not applied, because there are no weights to drop.
+Each step takes n F d_v multiply-adds, for any length. In causal attention, S is a running sum. The weights are
+computed within a chunk of C tokens, and S holds the sum over all earlier chunks. A decoder caches only S. Sums are in
+float32 or a more precise dtype. Attention dropout is not applied, because there are no weights to drop.
 
 Source: arXiv 2006.16236. The formulas are in `reference.linear`. The letters are those of `softmax_attention`.
 """
@@ -51,9 +51,9 @@ class FeatureKernel(AttentionKernel):
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], with zeros at masked keys, and the logarithm of their divisor.
+        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], zeros at masked keys, and the logarithm of their divisor.
 
-        The logarithm has the shape [b, k, 1, 1]; None means that there is no divisor. The arguments are those of `attend`.
+        The logarithm has the shape [b, k, 1, 1]; None means no divisor. The arguments are those of `attend`.
         """
 
     @abstractmethod
@@ -90,7 +90,10 @@ class FeatureKernel(AttentionKernel):
             return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d_v] of queries that attend to all keys of a state; see `attend` for the arguments."""
+        """Return the outputs [b, n, h, d_v] of queries that attend to all keys of a state.
+
+        The arguments are those of `attend`.
+        """
         fold = QueryFold(query, state.sums, beams_of(query, state.sums))
         with without_autocast(query):
             queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
@@ -131,7 +134,10 @@ class FeatureKernel(AttentionKernel):
         return weights
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key (features and update of the sums) and per query (features and product with the sums)."""
+        """Return the operations per key and per query.
+
+        A key needs its features and an update of the sums. A query needs its features and a product with the sums.
+        """
         count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
         return count, count
 

@@ -34,7 +34,7 @@ LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """The cached state of a decoder: sums of the keys before the next window, and the keys that may be in the window."""
+    """The cached state of a decoder: sums of the keys before the next window, and the keys for that window."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
@@ -143,8 +143,8 @@ class Hybrid(Hedgehog):
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
         """Return the feature maps of Hedgehog and the logarithm of gamma [h].
 
-        The initial value is gamma = 1 / F. It equals phi(q) phi(k) if all features are equal, and exp(s - c) is 1 if all logits
-        are equal.
+        The initial value is gamma = 1 / F. If all features are equal, phi(q) phi(k) is 1 / F. If all logits are equal,
+        exp(s - c) is 1.
         """
         begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
         return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
@@ -249,7 +249,7 @@ def attend_in_blocks_and_sums(
 
 
 def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys of a block's span [C, S] are in the window of a query, and which attended keys are outside it."""
+    """Return two masks [C, S] of the keys in a block's span: those in a query's window, and those attended outside it."""
     around = reach.before + reach.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_behind = distance < 0, distance > around

@@ -16,7 +16,10 @@ __all__ = ["init_kernel", "install_kernel", "kernel_tensors"]
 
 
 def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
-    """Set the kernel of an attention module, if any, and add its uninitialized tensors; the heads must be set before."""
+    """Set the kernel of an attention module, if any, and add its uninitialized tensors.
+
+    The head counts of the module must be set before.
+    """
     module.kernel = kernel
     if kernel is None:
         return
@@ -31,7 +34,7 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
 
 
 def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `install_kernel` added to an attention module, by name."""
+    """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
     return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}
 

@@ -36,7 +36,10 @@ def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, s
 def kernel_of(
     config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
 ) -> "AttentionKernel | None":
-    """Return the kernel of the attention at a path, or None for a softmax; see `AttentionKernel.of` for the arguments."""
+    """Return the kernel of the attention at a path, or None for a softmax.
+
+    The arguments are those of `AttentionKernel.of`.
+    """
     if getattr(config, f"{prefix}attention_kernel", None) is None:
         return None
     name = config.layer_value(f"{prefix}attention_kernel", layer)

@@ -40,7 +40,10 @@ class Linformer(AttentionKernel):
 
     @classmethod
     def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Linformer":
-        """Return the kernel of the attention at a path, with at most as many rows as positions; see `AttentionKernel.of`."""
+        """Return the kernel of the attention at a path; see `AttentionKernel.of`.
+
+        The kernel has at most as many rows as there are positions.
+        """
         length: Any = most_tokens(config)  # `check` requires it
         rows = config.attention_kernel_features or cls.features_a_number * head_dim
         return cls(min(rows, length), is_causal, 0, length)
@@ -103,7 +106,7 @@ class Linformer(AttentionKernel):
 
 
 def most_tokens(config: Any) -> int | None:
-    """Return the maximum number of tokens (audio: positions) of an encoder of this configuration; None if unlimited."""
+    """Return the maximum number of tokens (audio: positions) of an encoder with this configuration, or None."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 

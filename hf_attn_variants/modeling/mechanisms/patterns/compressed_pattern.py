@@ -87,7 +87,9 @@ class MemoryCompression(nn.Module):
     def forward(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return compressed keys and values, each [b, k, m / s, d], and their mask; the last ones may cover fewer tokens.
+        """Return the compressed keys [b, k, m / s, d], the compressed values and their mask.
+
+        If m is not a multiple of s, the last key covers fewer tokens.
 
         Args:
             key, value: the keys and values of all tokens. Padding counts as zeros.
@@ -116,7 +118,7 @@ class MemoryCompression(nn.Module):
 
 
 def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
-    """Return the compression of an attention with these `AttentionHeads`, or None; its dtype is that of the weights."""
+    """Return the compression of an attention with these `AttentionHeads` in the dtype of its weights, or None."""
     prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None

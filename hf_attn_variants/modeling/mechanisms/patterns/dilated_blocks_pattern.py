@@ -1,6 +1,7 @@
 """Attention to every r-th token of the same block (LongNet, arXiv 2307.02486, section 3.1).
 
-In LongNet, each head has the queries of one phase. Here each query has its own phase, so that all queries have outputs.
+In LongNet, each head has the queries of one phase. Here each query has its own phase, so that all queries have
+outputs.
 """
 
 from typing import Any

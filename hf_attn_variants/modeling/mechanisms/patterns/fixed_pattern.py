@@ -1,4 +1,4 @@
-"""Attention to the same block and to the last tokens of each block (Sparse Transformer, arXiv 1904.10509, section 4.3)."""
+"""Attention to the same block and to the last tokens of each block (arXiv 1904.10509, section 4.3)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["Fixed"]
 class Fixed(ScatteredPattern):
     """A pattern with summary tokens. Its size is the number of tokens at the end of a block that all tokens attend to.
 
-    Half of the heads may have one part each.
+    With `split_attention_heads`, each of the two parts belongs to half of the heads.
     """
 
     name = "fixed"

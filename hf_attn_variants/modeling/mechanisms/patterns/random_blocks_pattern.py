@@ -1,4 +1,4 @@
-"""Attention to the same block, its neighbors and random blocks, drawn once per layer (BigBird, arXiv 2007.14062, sec. 2)."""
+"""Attention to neighboring and random blocks, drawn once per layer (BigBird, arXiv 2007.14062, section 2)."""
 
 from typing import Any
 
@@ -33,7 +33,10 @@ class RandomBlocks(ScatteredPattern):
     def near_and_far(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of a block and its neighbors, and of the drawn blocks; see `ScatteredPattern.near_and_far`."""
+        """Return the keys of a block and its neighbors, and those of the drawn blocks.
+
+        See `ScatteredPattern.near_and_far`.
+        """
         random, seed = pattern.sizes
         block = queries // pattern.block
         blocks = torch.arange(-(-keys.shape[-1] // pattern.block), device=keys.device)
@@ -41,8 +44,8 @@ class RandomBlocks(ScatteredPattern):
         others = apart > 1 if pattern.is_causal else apart.abs() > 1
         if pattern.blocks is not None:
             others = others & (blocks < pattern.blocks[:, None, None, None])
-        # The draw of a pair of blocks depends on nothing else, and a block attends to those with the smallest draws. A causal
-        # block therefore attends to the same blocks in a text of any length.
+        # The draw of a pair of blocks depends on nothing else, and a block attends to those with the smallest draws. A
+        # causal block therefore attends to the same blocks in a text of any length.
         draws = _mixed((_mixed((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
         draws = torch.where(others, draws, NEVER)
         last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)

@@ -23,7 +23,10 @@ GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 
 
 def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Check if a call has a scattered pattern and is computed in blocks; its mask must be boolean and equal for all queries."""
+    """Check if a call has a scattered pattern and is computed in blocks.
+
+    The mask must be boolean and equal for all queries.
+    """
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
     length, memory = query.shape[2], key.shape[2]

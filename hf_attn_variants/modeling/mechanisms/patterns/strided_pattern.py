@@ -1,4 +1,4 @@
-"""Attention to the last l tokens and to every l-th token before them (Sparse Transformer, arXiv 1904.10509, section 4.3)."""
+"""Attention to the last l tokens and to every l-th token before them (arXiv 1904.10509, section 4.3)."""
 
 import torch
 
@@ -8,7 +8,10 @@ __all__ = ["Strided"]
 
 
 class Strided(ScatteredPattern):
-    """A pattern with near and strided keys. Its block is the stride l, and half of the heads may have one part each."""
+    """A pattern with near and strided keys. Its block is the stride l.
+
+    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    """
 
     name = "strided"
     paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")

@@ -1,8 +1,9 @@
 """Transient-global attention of the encoder of T5 (LongT5, arXiv 2112.07916, section 3.1.2).
 
 A token attends to the tokens within a window and to one summary of each block of the text. A summary is the normalized
-sum of the inputs of its block and is used as an additional input. Summaries have their own bias, by distance in blocks.
-They are not queries, and every layer computes them again. The tokens after the last whole block belong to that block.
+sum of the inputs of its block and is used as an additional input. Summaries have their own bias, by distance in
+blocks. They are not queries, and every layer computes them again. The tokens after the last whole block belong to that
+block.
 
 The code computes one block of queries at a time and recomputes it in the backward pass. No tensor has n x n elements,
 but the logits of the summaries have n x n / l. The letters are those of `softmax_attention`; G is the number of
@@ -61,9 +62,9 @@ class _Summaries(NamedTuple):
 
 
 def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
-    """Add the norm of the summaries to an attention of the encoder of T5, and their bias if it computes the position bias.
+    """Add the norm of the summaries to an attention of the encoder of T5.
 
-    The names of the parameters are those of LongT5.
+    If the attention computes the position bias, add the bias of the summaries as well. The names are those of LongT5.
 
     Args:
         module: the attention module.
