@@ -1,1 +1,1 @@
-"""The architectures: a host a file."""
+"""The supported architectures, with one modeling file per architecture."""

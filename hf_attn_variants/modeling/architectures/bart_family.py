@@ -1,4 +1,4 @@
-"""What BART and its relatives (mBART, Marian, M2M100, PEGASUS) share: one attention, in three places."""
+"""Shared attention code of BART, mBART, Marian, M2M100, PEGASUS and Whisper: one attention class at three places."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ BART_FAMILY_SITES = (
 
 
 class BartFamilyAttentionMixin(AttentionVariantMixin):
-    """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
+    """Mixin for the attention class of BART and its relatives; list it before the Transformers class in the bases."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -54,7 +54,10 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
+        """Attend within hidden states [b, n, d_model], or from them to `key_value_states`.
+
+        The arguments are those of the Transformers class.
+        """
         states, memory, cache, mask = self.arguments.read(args, kwargs)
         if memory is not None and self.heads.rank is None:
             memory, each = rows_of_sentences(memory, (self.k_proj, self.v_proj)), memory

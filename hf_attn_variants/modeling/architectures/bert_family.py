@@ -1,4 +1,4 @@
-"""What BERT and its relatives (RoBERTa, ELECTRA) share: self-attention, and cross-attention of a decoder."""
+"""Shared attention code of BERT, RoBERTa and ELECTRA: self-attention, and the cross-attention of a decoder."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ BERT_FAMILY_SITES = (
 
 
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
-    """What a variant adds to the self-attention of BERT or of a relative; listed before it among the bases."""
+    """Mixin for the self-attention of BERT and its relatives; list it before the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
@@ -46,7 +46,7 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
+        """Attend within hidden states [b, n, hidden size]; the arguments are those of `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, cache, kwargs)
         if not self.projects_itself:
@@ -57,7 +57,7 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
-    """The same of their cross-attention."""
+    """Mixin for the cross-attention of BERT and its relatives; list it before the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
@@ -67,7 +67,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
+        """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
         states, memory, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         if not self.projects_itself:

@@ -1,4 +1,4 @@
-"""A configuration class an architecture: upstream's with the fields of `AttnVariantConfigMixin`."""
+"""Configuration classes of the architectures: the Transformers classes with the fields of `AttnVariantConfigMixin`."""
 
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", SinusoidalPositions.name)
-# What the names of an architecture's models end in.
+# The suffixes of the model class names of an architecture.
 ENCODER_HEADS = (
     "Model",
     "ForMaskedLM",
@@ -67,20 +67,20 @@ WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForCondition
 
 
 def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
-    """Return the model here for each Auto class that upstream has one of this architecture for.
+    """Return the model class for each Auto class that Transformers supports for this architecture.
 
     Args:
-        model_type: upstream's.
-        name: what the names of upstream's models begin with.
-        heads: what those of the models in the architecture's modeling file end in. A later release may have others,
-            of which there is no variant.
+        model_type: the model type in Transformers.
+        name: the prefix of the model class names in Transformers.
+        heads: the suffixes of the model classes in the modeling file. A later release of Transformers may add model
+            classes without a variant.
     """
     here = {f"{name}{head}" for head in heads}
     return {auto: f"AttnVariant{model}" for auto, model in auto_class_names(model_type).items() if model in here}
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
-    """BERT's configuration with the fields of `CrossAttentionConfigMixin`; without any of them multi-head."""
+    """Configuration of BERT with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
@@ -90,7 +90,7 @@ class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """ALBERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head ALBERT."""
+    """Configuration of ALBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
@@ -101,12 +101,12 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     auto_classes = _auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
-        """Return how many layers have a value of their own: those of a group are shared by the whole group."""
+        """Return how many layers have their own value; the layers of a group share their values."""
         return self.num_hidden_groups * self.inner_group_num
 
 
 class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
-    """RoBERTa's configuration, which XLM-RoBERTa's and CamemBERT's are too, with the fields of the variants."""
+    """The configuration of RoBERTa, XLM-RoBERTa and CamemBERT with the fields of `CrossAttentionConfigMixin`."""
 
     model_type = "attn_variant_roberta"
     upstream_model_types = ("roberta", "xlm-roberta", "camembert")
@@ -117,7 +117,7 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
 
 
 class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
-    """ELECTRA's configuration with the fields of `CrossAttentionConfigMixin`; without any multi-head ELECTRA."""
+    """Configuration of ELECTRA with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_electra"
     upstream_model_types = ("electra",)
@@ -128,7 +128,7 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
 
 
 class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
-    """DistilBERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head."""
+    """Configuration of DistilBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_distilbert"
     upstream_model_types = ("distilbert",)
@@ -139,7 +139,12 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     auto_classes = _auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields as all configurations do; upstream's own sinusoids are a table to begin with."""
+        """Check the variant fields, and that only one option for sinusoidal positions is set.
+
+        Raises:
+            ValueError: if `sinusoidal_pos_embds` and sinusoidal `position_embedding_type` are both set. The former is
+                a table of parameters.
+        """
         super().check_variant()
         if self.sinusoidal_pos_embds and has_sinusoids(self):
             raise ValueError(
@@ -149,7 +154,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
 
 
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
-    """What T5 and UMT5 have in common: the names of their fields, and buckets of distances."""
+    """Mixin for the configurations of T5 and UMT5: the names of their fields, and the buckets of distances."""
 
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
@@ -161,9 +166,10 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
         check_buckets(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Return what upstream's does, for the decoder with the decoder's layers: generation makes a cache for each.
+        """Return the configuration of the text model; that of the decoder has the number of layers of the decoder.
 
-        Upstream looks for `decoder_layers`, which T5 has no field of: to it, both stacks are as deep as the encoder.
+        Generation creates a cache for each layer. Transformers reads `decoder_layers`, a field that T5 does not have,
+        and therefore uses the number of encoder layers for both.
         """
         text_config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and not encoder and text_config is not self:
@@ -172,7 +178,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
-    """T5's and mT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head T5."""
+    """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
@@ -181,7 +187,11 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     auto_classes = _auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields as all configurations do; layers that share a position bias have equal heads."""
+        """Check the variant fields, and that layers with a shared position bias have the same number of softmax heads.
+
+        Raises:
+            ValueError: if the layers differ.
+        """
         super().check_variant()
         for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
             layers = range(self.layer_count(prefix + KIND))
@@ -194,7 +204,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("model_type") == "mt5":
-            # mT5 never scales its decoder's outputs; its configuration has no field that says so.
+            # mT5 never scales the outputs of its decoder, but its configuration has no field for this.
             kwargs["scale_decoder_outputs"] = False
         super().__post_init__(**kwargs)
 
@@ -205,7 +215,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
 
 
 class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
-    """UMT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head UMT5."""
+    """Configuration of UMT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_umt5"
     upstream_model_types = ("umt5",)
@@ -213,8 +223,9 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # As upstream from 5.24 on, whatever is installed: a checkpoint's untied head means unscaled outputs, though
-        # the head is tied all the same. Earlier releases dropped the flag, and what they saved says "tied".
+        # This is the rule of Transformers 5.24 and later, for every installed release. An untied head in the
+        # checkpoint means unscaled outputs, although the head is tied. Earlier releases dropped the flag and saved
+        # "tied".
         scaled = kwargs.pop("scale_decoder_outputs", None)
         scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
         super().__post_init__(**kwargs)
@@ -222,14 +233,18 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
-    """What BART's relatives have in common: the names of their fields, and a number of heads for each stack."""
+    """Mixin for the configurations of BART and its relatives: field names, and head counts of encoder and decoder."""
 
     layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
-        """Check the variant fields as all configurations do; one field for two stacks needs as many heads in both."""
+        """Check the variant fields, and that a field for both encoder and decoder is used only with equal head counts.
+
+        Raises:
+            ValueError: if the encoder and the decoder share talking-heads fields and have different numbers of heads.
+        """
         super().check_variant()
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
         if len(set(heads)) > 1 and talks(self, "") and not talking_group(self, "encoder_"):
@@ -240,7 +255,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
-    """BART's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+    """Configuration of BART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bart"
     upstream_model_types = ("bart",)
@@ -249,7 +264,7 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
-    """mBART's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+    """Configuration of mBART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_mbart"
     upstream_model_types = ("mbart",)
@@ -258,7 +273,7 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
-    """Marian's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+    """Configuration of Marian with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_marian"
     upstream_model_types = ("marian",)
@@ -267,7 +282,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
-    """M2M100's and NLLB's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head."""
+    """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_m2m_100"
     upstream_model_types = ("m2m_100",)
@@ -276,7 +291,7 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
 
 
 class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
-    """PEGASUS's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+    """Configuration of PEGASUS with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_pegasus"
     upstream_model_types = ("pegasus",)
@@ -285,26 +300,26 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
 
 
 class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
-    """Whisper's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+    """Configuration of Whisper with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_whisper"
     upstream_model_types = ("whisper",)
     modeling_file = "modeling_attn_variant_whisper"
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
-    # Upstream has the key/value heads be a name of the encoder's heads; here they are a field.
+    # In Transformers, `num_key_value_heads` is an alias of the number of encoder heads. Here it is a field.
     attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
     auto_classes = _auto_classes("whisper", "Whisper", WHISPER_HEADS)
-    # AutoProcessor asks a configuration that it does not know; it would give the tokenizer alone.
+    # AutoProcessor reads this attribute for unknown configurations. Without it, it returns only the tokenizer.
     processor_class = "WhisperProcessor"
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # By this name, asked of a live model, upstream's `generate` lets a prompt begin as it does, and its pipeline
-        # transcribes long audio and gives timestamps. What is saved is the class's.
+        # `generate` reads the model type of the instance to choose the prompt. The speech pipeline reads it to
+        # transcribe long audio and to return timestamps. The saved value is that of the class.
         vars(self)["model_type"] = "whisper"
 
 
-# A new architecture is one class and one row.
+# A new architecture needs one class and one row in this table.
 CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
     AttnVariantAlbertConfig,

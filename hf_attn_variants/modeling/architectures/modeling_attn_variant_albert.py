@@ -1,4 +1,4 @@
-"""ALBERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
+"""ALBERT models with the attention variants of this package."""
 
 import re
 from typing import Any
@@ -37,13 +37,13 @@ __all__ = [
 
 
 class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
-    """ALBERT's attention with k key/value heads and, where asked for, talking heads."""
+    """The attention of ALBERT with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     upstream_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; arguments of upstream's `AlbertAttention.forward`."""
+        """Attend within hidden states [b, n, hidden size]; the arguments are those of `AlbertAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
         if not self.projects_itself:
@@ -57,19 +57,19 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
-    """`AlbertLayer` that can be recomputed in the backward pass, which upstream's cannot."""
+    """`AlbertLayer` with gradient checkpointing, which the class of Transformers does not support."""
 
 
 class AttnVariantAlbertEmbeddings(EmbeddingsMixin, AlbertEmbeddings):
-    """ALBERT's embeddings, their positions learned or sinusoidal."""
+    """The embeddings of ALBERT, with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions", "types")
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
-    """The base of every ALBERT model and head here; upstream's class without the prefix says what each does.
+    """Base class of the ALBERT models with variant attention; Transformers documents the original models.
 
-    All layers of a group share one attention, so it stands in the model once and is converted once.
+    All layers of a group share one attention module, so that the model contains it once and converts it once.
     """
 
     config_class = AttnVariantAlbertConfig
@@ -89,7 +89,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
     @classmethod
     def module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass goes through a module: once for each layer of its group, which share it."""
+        """Return how often a forward pass runs a module: once for each layer of its group, which shares the module."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1
@@ -105,7 +105,7 @@ AttnVariantAlbertPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):
-    """`AlbertForPreTraining` (masked language modelling and sentence order) with variant attention."""
+    """`AlbertForPreTraining` (masked language modeling and sentence order) with variant attention."""
 
 
 class AttnVariantAlbertForMaskedLM(AttnVariantAlbertPreTrainedModel, AlbertForMaskedLM):

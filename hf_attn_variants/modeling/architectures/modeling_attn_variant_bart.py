@@ -1,4 +1,4 @@
-"""BART with the attention variants: upstream's heads, our attention inside."""
+"""BART models with the attention variants of this package."""
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -29,11 +29,11 @@ __all__ = [
 
 
 class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
-    """`BartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`BartAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
-    """The base of every BART model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the BART models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -56,7 +56,7 @@ class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
 
 
 class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
-    """What `BartForCausalLM` holds its decoder in."""
+    """The wrapper of the decoder in `BartForCausalLM`, with variant attention."""
 
 
 AttnVariantBartPreTrainedModel.variant_classes = variants_of(globals())
@@ -77,8 +77,8 @@ class AttnVariantBartForQuestionAnswering(AttnVariantBartPreTrainedModel, BartFo
 
 
 class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM):
-    """`BartForCausalLM` (the decoder alone) with variant attention."""
+    """`BartForCausalLM` (decoder only) with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

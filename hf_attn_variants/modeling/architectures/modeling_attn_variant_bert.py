@@ -1,4 +1,4 @@
-"""BERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
+"""BERT models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
@@ -37,19 +37,19 @@ __all__ = [
 
 
 class AttnVariantBertSelfAttention(BertFamilySelfAttentionMixin, BertSelfAttention):
-    """BERT's self-attention with k key/value heads and, where asked for, a latent or talking heads."""
+    """The self-attention of BERT with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAttention):
-    """BERT's cross-attention with k key/value heads and, where asked for, talking heads."""
+    """The cross-attention of BERT with k key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantBertEmbeddings(EmbeddingsMixin, BertEmbeddings):
-    """BERT's embeddings, their positions learned or sinusoidal."""
+    """The embeddings of BERT, with learned or sinusoidal positions."""
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
-    """The base of every BERT model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the BERT models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantBertConfig
     attention_sites = BERT_FAMILY_SITES
@@ -63,7 +63,7 @@ AttnVariantBertPreTrainedModel.variant_classes = variants_of(globals())
 
 
 class AttnVariantBertForPreTraining(AttnVariantBertPreTrainedModel, BertForPreTraining):
-    """`BertForPreTraining` (masked language modelling and next-sentence prediction) with variant attention."""
+    """`BertForPreTraining` (masked language modeling and next-sentence prediction) with variant attention."""
 
 
 class AttnVariantBertForMaskedLM(AttnVariantBertPreTrainedModel, BertForMaskedLM):
@@ -71,7 +71,7 @@ class AttnVariantBertForMaskedLM(AttnVariantBertPreTrainedModel, BertForMaskedLM
 
 
 class AttnVariantBertLMHeadModel(AttnVariantBertPreTrainedModel, BertLMHeadModel):
-    """`BertLMHeadModel` (the decoder, with cross-attention where the configuration says so) with variant attention."""
+    """`BertLMHeadModel` (the decoder, with cross-attention if configured) with variant attention."""
 
 
 class AttnVariantBertForNextSentencePrediction(AttnVariantBertPreTrainedModel, BertForNextSentencePrediction):
@@ -94,6 +94,6 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
     """`BertForQuestionAnswering` with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift (where it smooths them) and
-# the text-generation pipeline which models generate.
+# The Trainer of Transformers shifts the labels of the model classes in this table when it applies label smoothing.
+# The text-generation pipeline accepts the models of this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__

@@ -1,4 +1,4 @@
-"""DistilBERT with the attention variants: upstream's heads, our attention inside."""
+"""DistilBERT models with the attention variants of this package."""
 
 from typing import Any
 
@@ -33,13 +33,13 @@ __all__ = [
 
 
 class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
-    """DistilBERT's attention with k key/value heads and, where asked for, a latent or talking heads."""
+    """The attention of DistilBERT with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     upstream_attributes = ("dropout", "is_causal", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, dim]; arguments of upstream's `DistilBertSelfAttention.forward`."""
+        """Attend within hidden states [b, n, dim]; the arguments are those of `DistilBertSelfAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
         if not self.projects_itself:
@@ -52,13 +52,13 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
 
 
 class AttnVariantDistilBertEmbeddings(EmbeddingsMixin, Embeddings):
-    """DistilBERT's embeddings, their positions learned or sinusoidal."""
+    """The embeddings of DistilBERT, with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions")
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
-    """The base of every DistilBERT model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the DistilBERT models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantDistilBertConfig
     attention_sites = (

@@ -1,4 +1,4 @@
-"""ELECTRA with the attention variants: upstream's heads, our attention inside."""
+"""ELECTRA models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
@@ -39,19 +39,19 @@ __all__ = [
 
 
 class AttnVariantElectraSelfAttention(BertFamilySelfAttentionMixin, ElectraSelfAttention):
-    """`ElectraSelfAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`ElectraSelfAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCrossAttention):
-    """`ElectraCrossAttention` with k key/value heads and, where asked for, talking heads."""
+    """`ElectraCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantElectraEmbeddings(EmbeddingsMixin, ElectraEmbeddings):
-    """ELECTRA's embeddings, their positions learned or sinusoidal."""
+    """The embeddings of ELECTRA, with learned or sinusoidal positions."""
 
 
 class AttnVariantElectraPreTrainedModel(AttnVariantModelMixin, ElectraPreTrainedModel):
-    """The base of every ELECTRA model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the ELECTRA models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantElectraConfig
     attention_sites = BERT_FAMILY_SITES
@@ -92,5 +92,5 @@ class AttnVariantElectraForQuestionAnswering(AttnVariantElectraPreTrainedModel, 
     """`ElectraForQuestionAnswering` with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantElectraConfig.model_type] = AttnVariantElectraForCausalLM.__name__

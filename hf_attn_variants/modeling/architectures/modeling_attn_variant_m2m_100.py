@@ -1,4 +1,4 @@
-"""M2M100 and NLLB with the attention variants: upstream's heads, our attention inside."""
+"""M2M100 and NLLB models with the attention variants of this package."""
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -22,11 +22,11 @@ __all__ = [
 
 
 class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):
-    """`M2M100Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`M2M100Attention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedModel):
-    """The base of every M2M100 model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the M2M100 models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantM2M100Config
     attention_sites = BART_FAMILY_SITES

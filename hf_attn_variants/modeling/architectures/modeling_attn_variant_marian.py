@@ -1,4 +1,4 @@
-"""Marian with the attention variants: upstream's heads, our attention inside."""
+"""Marian models with the attention variants of this package."""
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -30,11 +30,11 @@ __all__ = [
 
 
 class AttnVariantMarianAttention(BartFamilyAttentionMixin, MarianAttention):
-    """`MarianAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`MarianAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedModel):
-    """The base of every Marian model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the Marian models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantMarianConfig
     attention_sites = BART_FAMILY_SITES
@@ -57,7 +57,7 @@ class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):
 
 
 class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDecoderWrapper):
-    """What `MarianForCausalLM` holds its decoder in."""
+    """The wrapper of the decoder in `MarianForCausalLM`, with variant attention."""
 
 
 AttnVariantMarianPreTrainedModel.variant_classes = variants_of(globals())
@@ -68,8 +68,8 @@ class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedMode
 
 
 class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCausalLM):
-    """`MarianForCausalLM` (the decoder alone) with variant attention."""
+    """`MarianForCausalLM` (decoder only) with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

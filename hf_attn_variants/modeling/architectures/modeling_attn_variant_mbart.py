@@ -1,4 +1,4 @@
-"""mBART with the attention variants: upstream's heads, our attention inside."""
+"""mBART models with the attention variants of this package."""
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -34,11 +34,11 @@ __all__ = [
 
 
 class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
-    """`MBartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`MBartAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
-    """The base of every mBART model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the mBART models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantMBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -61,7 +61,7 @@ class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
 
 
 class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
-    """What `MBartForCausalLM` holds its decoder in."""
+    """The wrapper of the decoder in `MBartForCausalLM`, with variant attention."""
 
 
 AttnVariantMBartPreTrainedModel.variant_classes = variants_of(globals())
@@ -82,8 +82,8 @@ class AttnVariantMBartForQuestionAnswering(AttnVariantMBartPreTrainedModel, MBar
 
 
 class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausalLM):
-    """`MBartForCausalLM` (the decoder alone) with variant attention."""
+    """`MBartForCausalLM` (decoder only) with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

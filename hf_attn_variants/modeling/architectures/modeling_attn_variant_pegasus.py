@@ -1,4 +1,4 @@
-"""PEGASUS with the attention variants: upstream's heads, our attention inside."""
+"""PEGASUS models with the attention variants of this package."""
 
 from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -30,11 +30,11 @@ __all__ = [
 
 
 class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
-    """`PegasusAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`PegasusAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
-    """The base of every PEGASUS model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the PEGASUS models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantPegasusConfig
     attention_sites = BART_FAMILY_SITES
@@ -57,7 +57,7 @@ class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
 
 
 class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
-    """What `PegasusForCausalLM` holds its decoder in."""
+    """The wrapper of the decoder in `PegasusForCausalLM`, with variant attention."""
 
 
 AttnVariantPegasusPreTrainedModel.variant_classes = variants_of(globals())
@@ -70,8 +70,8 @@ class AttnVariantPegasusForConditionalGeneration(
 
 
 class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusForCausalLM):
-    """`PegasusForCausalLM` (the decoder alone) with variant attention."""
+    """`PegasusForCausalLM` (decoder only) with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

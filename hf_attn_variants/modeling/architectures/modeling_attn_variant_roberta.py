@@ -1,4 +1,4 @@
-"""RoBERTa with the attention variants: upstream's heads, our attention inside."""
+"""RoBERTa models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
@@ -37,19 +37,19 @@ __all__ = [
 
 
 class AttnVariantRobertaSelfAttention(BertFamilySelfAttentionMixin, RobertaSelfAttention):
-    """`RobertaSelfAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`RobertaSelfAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCrossAttention):
-    """`RobertaCrossAttention` with k key/value heads and, where asked for, talking heads."""
+    """`RobertaCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantRobertaEmbeddings(EmbeddingsMixin, RobertaEmbeddings):
-    """RoBERTa's embeddings, their positions learned or sinusoidal."""
+    """The embeddings of RoBERTa, with learned or sinusoidal positions."""
 
 
 class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
-    """The base of every RoBERTa model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the RoBERTa models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantRobertaConfig
     attention_sites = BERT_FAMILY_SITES
@@ -86,5 +86,5 @@ class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, 
     """`RobertaForQuestionAnswering` with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantRobertaConfig.model_type] = AttnVariantRobertaForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""T5 and mT5 with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
+"""T5 and mT5 models with the attention variants of this package."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
-    """T5's self- or cross-attention with k key/value heads and, where asked for, a latent or talking heads."""
+    """The self- or cross-attention of T5 with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "memory", "mask", "cache", "bias")
     returns = 3
@@ -43,8 +43,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
 
-        As upstream's `T5Attention.forward`, except that an attention without relative positions has no position bias,
-        where upstream builds a bias of zeros and adds it in every layer and decoding step.
+        The method differs from `T5Attention.forward` in one point. Without relative positions it does not create a
+        position bias, whereas Transformers adds a bias of zeros in every layer and decoding step.
 
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
@@ -54,18 +54,18 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
-    """The base of every T5 model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the T5 models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantT5Config
     attention_sites = T5_FAMILY_SITES
 
 
 class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
-    """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
+    """`T5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
     def stack_name(self) -> str:
-        """What a whole model calls it."""
+        """The name of the encoder or decoder in the whole model."""
         return "decoder" if self.is_decoder else "encoder"
 
 
@@ -83,7 +83,7 @@ AttnVariantT5PreTrainedModel.variant_classes = variants_of(globals())
 class AttnVariantT5ForConditionalGeneration(
     BeamsShareMemory, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
 ):
-    """`T5ForConditionalGeneration` with variant attention, from T5 and mT5 checkpoints alike."""
+    """`T5ForConditionalGeneration` with variant attention, for T5 and mT5 checkpoints."""
 
 
 class AttnVariantT5ForSequenceClassification(AttnVariantT5PreTrainedModel, T5ForSequenceClassification):

@@ -1,4 +1,4 @@
-"""UMT5 with the attention variants: upstream's heads, our attention inside; each layer has relative positions."""
+"""UMT5 models with the attention variants of this package; each layer has its own relative position bias."""
 
 from typing import Any
 
@@ -36,14 +36,15 @@ __all__ = [
 
 
 class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
-    """`UMT5Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`UMT5Attention` with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "memory", "mask", "cache")
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Prepare as for T5, and let no decoder see what comes after."""
+        """Prepare the attention as for T5, and make the self-attention of the decoder causal."""
         check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
-        # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
+        # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later
+        # tokens.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, memory_dim)
 
@@ -55,18 +56,18 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
 
 class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel):
-    """The base of every UMT5 model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the UMT5 models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantUMT5Config
     attention_sites = T5_FAMILY_SITES
 
 
 class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
-    """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
+    """`UMT5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
     def stack_name(self) -> str:
-        """What a whole model calls it."""
+        """The name of the encoder or decoder in the whole model."""
         return "decoder" if self.is_decoder else "encoder"
 
 
@@ -89,7 +90,7 @@ class AttnVariantUMT5ForConditionalGeneration(
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not config.scale_decoder_outputs:
-            # Upstream multiplies by its power -1/2, and until 5.23 always.
+            # Transformers multiplies the outputs by model_dim ** -0.5, and always does so before version 5.24.
             self.model_dim = 1
 
 

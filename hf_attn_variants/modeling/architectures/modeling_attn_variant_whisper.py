@@ -1,4 +1,4 @@
-"""Whisper with the attention variants: upstream's heads, our attention inside."""
+"""Whisper models with the attention variants of this package."""
 
 from typing import Any
 
@@ -36,22 +36,22 @@ __all__ = [
 
 
 class CountsHeadsByProjection:
-    """What gives keys and values of `WhisperAttention` as many heads as their projections have.
+    """Mixin that gives the keys and values of `WhisperAttention` as many heads as their projections have.
 
-    Upstream's forward takes them to have the query's. BART's is the same attention and does not; it scales products
-    where Whisper's scales queries.
+    `WhisperAttention.forward` assumes the number of query heads. `BartAttention` computes the same attention without
+    this assumption. It scales the dot products, whereas Whisper scales the queries.
     """
 
     arguments: Arguments
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attend as `BartAttention` does; arguments of `WhisperAttention.forward`."""
+        """Attend as `BartAttention` does; the arguments are those of `WhisperAttention.forward`."""
         values, others = self.arguments.split(args, kwargs)
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
 
 class AttnVariantWhisperAttention(BartFamilyAttentionMixin, CountsHeadsByProjection, WhisperAttention):
-    """`WhisperAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+    """`WhisperAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
     upstream_attributes = (*BartFamilyAttentionMixin.upstream_attributes, "head_dim")
 
@@ -61,7 +61,7 @@ check_attention_function(BartAttention)
 
 
 class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrainedModel):
-    """The base of every Whisper model and head here; upstream's class without the prefix says what each does."""
+    """Base class of the Whisper models with variant attention; Transformers documents the original models."""
 
     config_class = AttnVariantWhisperConfig
     attention_sites = BART_FAMILY_SITES
@@ -84,7 +84,7 @@ class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):
 
 
 class AttnVariantWhisperDecoderWrapper(AttnVariantWhisperPreTrainedModel, WhisperDecoderWrapper):
-    """What `WhisperForCausalLM` holds its decoder in."""
+    """The wrapper of the decoder in `WhisperForCausalLM`, with variant attention."""
 
 
 AttnVariantWhisperPreTrainedModel.variant_classes = variants_of(globals())
@@ -97,12 +97,12 @@ class AttnVariantWhisperForConditionalGeneration(
 
 
 class AttnVariantWhisperForCausalLM(AttnVariantWhisperPreTrainedModel, WhisperForCausalLM):
-    """`WhisperForCausalLM` (the decoder alone) with variant attention."""
+    """`WhisperForCausalLM` (decoder only) with variant attention."""
 
 
 class AttnVariantWhisperForAudioClassification(AttnVariantWhisperPreTrainedModel, WhisperForAudioClassification):
-    """`WhisperForAudioClassification` (the encoder alone) with variant attention."""
+    """`WhisperForAudioClassification` (encoder only) with variant attention."""
 
 
-# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+# The Trainer of Transformers shifts the labels of the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantWhisperConfig.model_type] = AttnVariantWhisperForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""What T5 and UMT5 share: one attention, in three places, with a bias of relative positions."""
+"""Shared attention code of T5 and UMT5: one attention class at three places, with a relative position bias."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ T5_FAMILY_SITES = (
 )
 
 
-# As in `attention_mixin`.
+# The base is for the type checker, as in `attention_mixin`.
 if TYPE_CHECKING:
 
     class _Attention(SummingAttention):
@@ -72,9 +72,9 @@ else:
 
 
 class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
-    """What a variant adds to the attention class of T5 or UMT5; listed before it among the bases.
+    """Mixin for the attention class of T5 or UMT5; list it before the Transformers class among the bases.
 
-    The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
+    The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
 
     upstream_attributes = (
@@ -94,9 +94,9 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads.
+        """Set the head counts, add the talking-heads parameters and resize the position bias to the softmax heads.
 
-        With sinusoidal positions there is no bias.
+        With sinusoidal positions, the position bias is removed.
         """
         super().install_variant(config, heads, query_dim, memory_dim)
         check_attributes(self, ("relative_attention_bias",) if self.has_relative_attention_bias else ())
@@ -112,9 +112,10 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialise the talking-heads parameters, and the bias of summaries as upstream does the tokens'.
+        """Initialize the talking-heads parameters and, by the rule of Transformers for tokens, the bias of the summaries.
 
-        Where values have another size than keys, the output map is drawn by upstream's rule for what it reads.
+        If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its
+        input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:
@@ -135,8 +136,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         """Attend within `states` [b, n, d_model], or from them to `memory` [b, m, d_model].
 
         Args:
-            position_bias: [1, h, n, m], of a layer below; without one, an attention with relative positions makes it.
-                Where the attention has a pattern, by distance.
+            position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions
+                computes it. If the attention has a pattern, the bias is a table by distance.
             kwargs: further arguments of the attention function.
 
         Returns:
@@ -146,7 +147,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             memory = rows_of_sentences(memory, (self.k, self.v))
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
-        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # a number, or a tensor of one
+        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
             key, value = self.keys_and_values_of((self.k, self.v), states, memory, cache)
@@ -156,16 +157,18 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             memory_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
-            if self.reach is not None:  # by distance, of one query that stands in the middle (`relative_bias`)
+            if self.reach is not None:  # by distance, for one query in the middle (`relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 memory_length = 2 * past_length + 1
-            # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
+            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share
+            # the bias.
             position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
             if isinstance(self.reach, TransientGlobal):
                 position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
         bias = position_bias
         if bias is not None and not self.is_own:
-            # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
+            # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out
+            # of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
@@ -184,5 +187,5 @@ def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)
-    # A static cache counts in place, and the bias is made after the update.
+    # A static cache updates its length in place, and the bias is computed after the update.
     return length.clone() if isinstance(length, torch.Tensor) else length

@@ -1,1 +1,1 @@
-"""What a variant puts in the place of a part of attention, each with its paper."""
+"""Mechanisms that replace a part of attention, each with its paper."""

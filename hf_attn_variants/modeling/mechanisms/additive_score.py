@@ -1,7 +1,7 @@
-"""Additive scores: v^T tanh(W q + U k) in the place of the dot product (Bahdanau, arXiv 1409.0473, section A.1.2).
+"""Additive scores: v^T tanh(W q + U k) instead of the dot product (Bahdanau, arXiv 1409.0473, section A.1.2).
 
-Each query head has a W and a v of its own, each key head a U; queries and keys are those of the head. There is no
-factor of the scores, which v bounds. Letters as in `softmax_attention`.
+Each query head has its own W and v, and each key head has its own U. The queries and keys are those of the head. The
+scores are not scaled, because v bounds them. The letters are those of `softmax_attention`.
 """
 
 from typing import Any
@@ -19,18 +19,18 @@ with known_imports():
 
 __all__ = ["AdditiveScore", "score_of"]
 
-# Numbers of a block of queries, keys and d between them: a block is all there is of [n, m, d] at any time.
+# The maximum size of a block of the tensor [n, m, d], of which only one block exists at a time.
 BLOCK_ELEMENTS = 2**22
 
 
 class AdditiveScore(Mechanism, nn.Module):
-    """The scores of an attention's heads.
+    """The additive scores of the heads of an attention.
 
     Args:
-        heads: h_k, of the queries.
+        heads: h_k, the number of query heads.
         key_heads: k.
         head_dim: d.
-        like: a tensor with their dtype and device.
+        like: a tensor with the dtype and device of the parameters.
     """
 
     field = "score_function"
@@ -46,16 +46,19 @@ class AdditiveScore(Mechanism, nn.Module):
         self.vector = nn.Parameter(torch.empty(heads, head_dim, **options))  # v, [h_k, d]
 
     def init_projections(self) -> None:
-        """Draw by fan-in: sums keep the spread of queries and keys, and scores begin with one of at most 1."""
+        """Draw the parameters with fan-in scaling.
+
+        The sums keep the standard deviation of queries and keys, and that of the initial scores is at most 1.
+        """
         for parameter in (self.query_map, self.key_map, self.vector):
             init.normal_(parameter, mean=0.0, std=parameter.shape[-1] ** -0.5)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return the logits [b, h_k, n, m] of queries [b, h_k, n, d] and keys [b, k, m, d].
 
-        Of a text's queries as many at once as fit into a block; the backward pass makes each block again.
+        A block contains as many queries as its maximum size allows, and the backward pass recomputes each block.
         """
-        # [b, k, g, n, d] and [b, k, 1, 1, m, d]: query heads of a group stand beside each other.
+        # [b, k, g, n, d] and [b, k, 1, 1, m, d]: the query heads of a group are adjacent.
         query = (query @ self.query_map.transpose(-1, -2)).unflatten(1, (key.shape[1], -1))
         key = (key @ self.key_map.transpose(-1, -2))[:, :, None, None]
         vector = self.vector.unflatten(0, (key.shape[1], -1))[..., None, :, None]  # [k, g, 1, d, 1]
@@ -68,21 +71,21 @@ class AdditiveScore(Mechanism, nn.Module):
         return torch.cat(logits, 3).flatten(1, 2)
 
     def flops(self) -> tuple[int, int]:
-        """Return the floating-point operations of a token of the memory, and of a token that asks.
+        """Return the floating-point operations per key token, and per query token.
 
-        The product with v is not in them: it is counted as that of a query and a key would be.
+        The product with v is not included, because it is counted as the dot product of a query and a key.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 
 
 def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
-    """Return the score of an attention, in its weights' dtype; None: the dot product.
+    """Return the additive score of an attention, in the dtype of its weights, or None for the dot product.
 
     Args:
-        module: the attention.
+        module: the attention module.
         heads: its `AttentionHeads`.
         config: a variant configuration.
-        prefix: of the attention's place.
+        prefix: the prefix of the attention's place.
     """
     if AdditiveScore.asked_for(config, prefix) is None:
         return None

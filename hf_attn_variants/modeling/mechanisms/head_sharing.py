@@ -1,9 +1,9 @@
-"""Head sharing: query heads that read one set of keys and values, in groups of equal size.
+"""Head sharing: groups of query heads, of equal size, share one set of keys and values.
 
-Multi-query attention (MQA) has one key/value head, grouped-query attention (GQA) has several, multi-head attention
-(MHA) has as many as query heads. Every attention here is written for any number of them: a projection is smaller, and
-`ops.softmax_attention` reads a key/value head for each group. Nothing here imports torch, for commands make flags of
-this field.
+Multi-query attention (MQA) has one key/value head, and grouped-query attention (GQA) has several. Multi-head attention
+(MHA) has as many key/value heads as query heads. Every attention of this package supports any number of them: the
+projections are smaller, and `ops.softmax_attention` uses one key/value head per group. The module does not import
+torch, because the commands create flags from this field.
 """
 
 from collections.abc import Collection
@@ -15,11 +15,11 @@ __all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "k
 
 
 class HeadSharing(Mechanism):
-    """Heads that share keys and values; nothing is made of this class.
+    """Attention whose heads share keys and values. The class is not instantiated.
 
     Class attributes:
-        label: what it is called in short.
-        words: what it is called in a sentence.
+        label: the abbreviation.
+        words: the name in a sentence.
     """
 
     field = "num_key_value_heads"
@@ -28,18 +28,18 @@ class HeadSharing(Mechanism):
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, int] | None:
-        """Return the field of a place's key/value heads, and the fewest of a layer; None: it does not share so."""
+        """Return the key/value head field of a place and the smallest count in a layer, or None for another kind."""
         field = key_value_field(prefix)
         if not hasattr(config, field):
             return None
         counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
-        counts = counts or {getattr(config, field)}  # a stack may have no layer
+        counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
         found = sharing_of(counts, config.query_heads(field))
         return (field, min(counts)) if found is not HeadSharing and issubclass(found, cls) else None
 
 
 class GroupedQuery(HeadSharing):
-    """A key/value head for each group of query heads (section 2.2)."""
+    """Attention with one key/value head per group of query heads (section 2.2)."""
 
     label = "GQA"
     words = "grouped-query"
@@ -47,7 +47,7 @@ class GroupedQuery(HeadSharing):
 
 
 class MultiQuery(HeadSharing):
-    """One key/value head for all query heads (section 3)."""
+    """Attention with one key/value head for all query heads (section 3)."""
 
     label = "MQA"
     words = "multi-query"
@@ -55,11 +55,11 @@ class MultiQuery(HeadSharing):
 
 
 def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
-    """Return how heads are shared in the layers of a stack; `HeadSharing` itself where none are.
+    """Return the kind of head sharing in the layers of an encoder or decoder; `HeadSharing` means no sharing.
 
     Args:
-        counts: of key/value heads, of each layer.
-        heads: h_k, the query heads of a layer.
+        counts: the number of key/value heads of each layer.
+        heads: h_k, the number of query heads in a layer.
     """
     if min(counts) == heads:
         return HeadSharing
@@ -67,11 +67,11 @@ def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
 
 
 def consecutive_groups(heads: int, count: int) -> list[list[int]]:
-    """Return the query heads that read each of `count` key/value heads: heads g*i ... g*i + g - 1 read head i."""
+    """Return the query heads of each of `count` key/value heads: heads g*i ... g*i + g - 1 use key/value head i."""
     size = heads // count
     return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
 def key_value_field(prefix: str) -> str:
-    """Return the field of the key/value heads of a place: cross-attention is in the decoder."""
+    """Return the key/value head field of a place; cross-attention uses the field of the decoder."""
     return f"{prefix if prefix == 'encoder_' else ''}{HeadSharing.field}"

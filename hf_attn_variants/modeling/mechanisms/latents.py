@@ -1,6 +1,6 @@
-"""Latents: keys and values made from fewer numbers a token, which are all that a cache keeps.
+"""Latents: short vectors per token from which keys and values are computed. The cache stores only the latents.
 
-`latent_attention` attends to them; the sources and the formulas are there.
+`latent_attention` attends to them and documents the papers and the formulas.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ __all__ = ["Latent", "LatentProjection", "add_latent_map", "rank_of_map"]
 
 
 class Latent(Mechanism):
-    """The latent of an attention; nothing is made of this class.
+    """The latent of an attention. The class is not instantiated.
 
     Class attributes:
-        paper: of a latent that is smaller than what it is made of.
-        paper_of_input: of the input itself in its place.
+        paper: the paper for a latent that is smaller than its input.
+        paper_of_input: the paper for caching the input itself.
     """
 
     field = "kv_lora_rank"
@@ -30,22 +30,22 @@ class Latent(Mechanism):
 
 
 class LatentProjection(nn.Linear):
-    """The map A [r, D] from the memory to its latent, without bias."""
+    """The projection A [r, D] from the inputs to their latent, without bias."""
 
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
 
     def init_projections(self) -> None:
-        """Draw it so that keys and values have the spread that upstream's rule means them to have."""
+        """Draw the weights so that keys and values have the standard deviation that Transformers intends."""
         init.normal_(self.weight, mean=0.0, std=self.out_features**-0.5)
 
 
 def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
-    """Add the map of a latent, uninitialised, with the dtype and device of what is around it.
+    """Add an uninitialized latent projection with the dtype and device of its parent module.
 
     Args:
         root: the base model.
-        path: of the map, inside it.
+        path: the path of the projection inside the base model.
         width: D.
         rank: r.
     """
@@ -56,10 +56,10 @@ def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
 
 
 def rank_of_map(rank: int | None, width: int) -> int | None:
-    """Return the rank of the map that makes a latent; None where there is no map.
+    """Return the rank of the latent projection, or None if there is no projection.
 
     Args:
-        rank: the latent's; None: there is none.
-        width: of its input. A latent as wide as its input is the input itself.
+        rank: the rank of the latent, or None if there is no latent.
+        width: the size of its input. A latent that is as wide as its input is the input itself.
     """
     return None if rank == width else rank

@@ -1,23 +1,23 @@
-"""What every mechanism is: a class with its name and its paper, which says where a configuration asks for it."""
+"""Base class of the mechanisms: a class with a name, a paper and the field of the configuration that requests it."""
 
 from typing import Any, ClassVar
 
 __all__ = ["NONE", "PREFIXES", "Mechanism"]
 
-# What a field's name has before it: of self-attention (an encoder-decoder's decoder), its encoder, cross-attention.
+# The prefixes of field names: self-attention (of the decoder in an encoder-decoder), encoder and cross-attention.
 PREFIXES = ("", "encoder_", "cross_")
-# What a field says of a place that does not inherit it.
+# The value of a field for a place that does not inherit the value of the field without a prefix.
 NONE = "none"
 
 
 class Mechanism:
-    """What a variant puts in the place of a part of attention.
+    """A replacement for a part of attention.
 
     Class attributes:
-        field: the configuration's field that asks for it, without a prefix.
-        name: its value of the field; a base class, which stands for any value, has none.
-        paper: title and arXiv id.
-        inherits: whether a place without a value of its own has that of the field without a prefix.
+        field: the field of the configuration that requests the mechanism, without a prefix.
+        name: the value of the field that selects the mechanism. A base class accepts any value and has no name.
+        paper: the title and the arXiv identifier.
+        inherits: `True` if a place without its own value uses the value of the field without a prefix.
     """
 
     field: ClassVar[str]
@@ -27,11 +27,11 @@ class Mechanism:
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
-        """Return the field that gives it to the attentions of a place, and the field's value; None: nothing does.
+        """Return the field that requests the mechanism for a place, and its value; None if no field requests it.
 
         Args:
             config: any configuration.
-            prefix: of the place, one of `PREFIXES`.
+            prefix: the prefix of the place, one of `PREFIXES`.
         """
         field = prefix + cls.field
         if not hasattr(config, field):

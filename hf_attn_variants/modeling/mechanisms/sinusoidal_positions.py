@@ -1,10 +1,11 @@
-"""Positions without parameters, for texts of any length: sines and cosines of the position (arXiv 1706.03762, 3.5).
+"""Sinusoidal positions without parameters, for texts of any length (arXiv 1706.03762, section 3.5).
 
-`position_embedding_type="sinusoidal"`: in BERT and its relatives in place of the learned positions, in T5 and UMT5 in
-place of the bias by distance, added once to what a stack reads.
+The option is `position_embedding_type="sinusoidal"`. In BERT and its relatives, sinusoids replace the learned
+positions. In T5 and UMT5, they replace the relative position bias and are added once to the inputs of the encoder or
+decoder.
 
-The paper multiplies words by sqrt(d), by which they begin with a spread of 1. Here words keep their size, and the
-positions are multiplied by the spread that words begin with: the same before a LayerNorm, and T5's words have it.
+The paper multiplies the word embeddings by sqrt(d), which gives them an initial standard deviation of 1. Here the word
+embeddings keep their size. The positions are multiplied by the initial standard deviation of the word embeddings.
 """
 
 import math
@@ -22,16 +23,16 @@ BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
-    """Say whether a configuration, any, asks for sinusoidal positions."""
+    """Check if any configuration requests sinusoidal positions."""
     return SinusoidalPositions.asked_for(config, "") is not None
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sines (even places) and cosines (odd places) of positions [..., n] as [..., n, width], float32.
+    """Return sines (even dimensions) and cosines (odd dimensions) of positions [..., n] as [..., n, width], float32.
 
     Source: arXiv 1706.03762, section 3.5.
     """
-    # In float32 the angles of a long text would be off by thousandths; Apple's GPUs have nothing else.
+    # float32 makes the angles of a long text wrong by thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
     angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(BASE) / width))
@@ -39,13 +40,13 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class SinusoidalPositions(Mechanism, nn.Module):
-    """Sinusoids in the place of a table of learned positions.
+    """Sinusoidal embeddings that replace a table of learned positions.
 
     Args:
-        width: numbers a position.
-        spread: what they are multiplied by.
-        first: the number that the model calls the first position.
-        like: the table that they replace; the embeddings have its dtype, and follow the model to another one.
+        width: the size of an embedding.
+        spread: the factor that the embeddings are multiplied by.
+        first: the number that the model gives to the first position.
+        like: the table that the embeddings replace. They have its dtype, and `to` changes it together with the model.
     """
 
     like: torch.Tensor
@@ -65,24 +66,24 @@ class SinusoidalPositions(Mechanism, nn.Module):
 
 
 class DistanceBias(Mechanism):
-    """The bias by distance of T5 and UMT5, upstream's own, in whose place sinusoids stand; nothing is made of it."""
+    """The relative position bias of T5 and UMT5, which Transformers implements. The class is not instantiated."""
 
     field = "relative_attention_num_buckets"
     paper = ("Exploring the limits of transfer learning with a unified text-to-text transformer", "1910.10683")
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
-        """Return the field with its value; None in cross-attention too, and beside sinusoidal positions."""
+        """Return the field and its value, or None for cross-attention and for models with sinusoidal positions."""
         is_without = prefix == "cross_" or has_sinusoids(config)
         return None if is_without else super().asked_for(config, "")
 
 
-# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+# A mixin becomes a module only together with a class of Transformers. These bases are for the type checker.
 if TYPE_CHECKING:
 
     class _Embeddings(nn.Module):
         padding_idx: int
-        position_embeddings: Any  # upstream's table, or sinusoids
+        position_embeddings: Any  # the table of Transformers, or sinusoids
 
     class _Stack(nn.Module):
         config: Any
@@ -93,7 +94,7 @@ else:
 
 
 class EmbeddingsMixin(_Embeddings):
-    """What a variant adds to the embeddings of BERT or of a relative; listed before them among the bases."""
+    """Mixin for the embeddings of BERT and its relatives; list it before the Transformers class among the bases."""
 
     arguments: Arguments
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
@@ -104,7 +105,7 @@ class EmbeddingsMixin(_Embeddings):
         cls.arguments = Arguments(upstream_class(cls, EmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
-        """Put sinusoids in the place of the learned positions, where the configuration asks for them."""
+        """Replace the learned positions by sinusoids if the configuration requests them."""
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
             table = self.position_embeddings.weight
             check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
@@ -112,13 +113,13 @@ class EmbeddingsMixin(_Embeddings):
             self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Embed as upstream does; with sinusoids a text may be longer than upstream's buffers of positions."""
+        """Embed the inputs; with sinusoids, a text may be longer than the position buffers of Transformers."""
         if not isinstance(self.position_embeddings, SinusoidalPositions):
             return super().forward(*args, **kwargs)
         ids, embedded, positions, *more = self.arguments.read(args, kwargs)
         read, new = embedded if ids is None else ids, {}
         batch, length = read.shape[:2]
-        # RoBERTa numbers the tokens itself, by what is no padding.
+        # RoBERTa numbers the tokens itself and skips padding.
         if positions is None and not self.position_embeddings.first:
             past = more[1] if len(more) > 1 and more[1] is not None else 0
             new["positions"] = (torch.arange(length, device=read.device) + past)[None]
@@ -128,10 +129,10 @@ class EmbeddingsMixin(_Embeddings):
 
 
 class AddsSinusoids(_Stack):
-    """What a stack of T5 or UMT5 adds to its inputs where its positions are sinusoidal.
+    """Mixin that adds sinusoidal positions to the inputs of the encoder or decoder of T5 or UMT5.
 
-    A token's position counts the tokens before it that are no padding, as the bias by distance, in whose place this
-    stands, does not change with padding on the left; those in a decoder's cache among them.
+    The position of a token is the number of tokens before it that are not padding, including the tokens in a cache.
+    Padding on the left therefore does not change the outputs, as with the relative position bias.
     """
 
     input_arguments: Arguments
@@ -143,7 +144,7 @@ class AddsSinusoids(_Stack):
         cls.input_arguments = Arguments(upstream_class(cls, AddsSinusoids), ("ids", "embedded", "mask", "cache"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stack as upstream's does."""
+        """Run the encoder or decoder with the arguments of the Transformers class."""
         ids, embedded, mask, cache = self.input_arguments.read(args, kwargs)
         if not has_sinusoids(self.config) or (ids is None) == (embedded is None):
             return super().forward(*args, **kwargs)
@@ -155,7 +156,7 @@ class AddsSinusoids(_Stack):
 
 
 def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
-    """Return the positions [b or 1, n] of inputs [b, n, D]; a mask of tokens [b, past + n] says what is padding."""
+    """Return the positions [b or 1, n] of inputs [b, n, D]; a mask of tokens [b, past + n] marks the padding."""
     length = states.shape[1]
     if mask is not None and mask.dim() == 2:
         return ((mask != 0).long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

@@ -1,8 +1,9 @@
-"""Talking heads: logits and weights mixed across heads, before and after the softmax (arXiv 2003.02436).
+"""Talking-heads attention: projections across the heads, before and after the softmax (arXiv 2003.02436).
 
-P_l and P_w are of its section 3, their input-dependent terms of section 5. The five fields without a prefix apply to
-every attention. If any of the five with `encoder_` (or `cross_`) is given, the encoder (or cross-attention) uses only
-those with this prefix. Nothing here imports torch, because commands make flags of these names.
+P_l and P_w are defined in section 3 of the paper, and their input-dependent terms in section 5. The five fields
+without a prefix apply to every attention. If any of the five fields with `encoder_` (or `cross_`) is given, the
+encoder (or cross-attention) uses only the fields with this prefix. The module does not import torch, because the
+commands create flags from these names.
 """
 
 from collections.abc import Iterable
@@ -60,25 +61,26 @@ TALKING_FIELDS = KIND, SOFTMAX, OUTPUT, INIT, DYNAMIC = (
 )
 TALKING_HEADS = LOGITS, WEIGHTS, BOTH = "logits", "weights", "both"
 TALKING_HEADS_INITS = IDENTITY, RANDOM = "identity", "random"
-# Of inputs that ask (x) and of the memory (m). Each dynamic projection with the static one that it is added to.
+# The dynamic projections of the query inputs (x) and of the key inputs (m), and the static projections that they are
+# added to.
 X2L, M2L, X2W, M2W = "x2l", "m2l", "x2w", "m2w"
 DYNAMIC_PROJECTIONS = {X2L: LOGITS, M2L: LOGITS, X2W: WEIGHTS, M2W: WEIGHTS}
 # P_l and P_w. Weight decay would pull them away from the identity, towards heads that do not attend at all.
 PROJECTIONS = ("logits_proj", "weights_proj")
-# The talking-heads parameters among a model's keys.
+# A regular expression for the talking-heads parameters in a state dict.
 PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
 
 
 @dataclass(frozen=True)
 class TalkingHeads(Mechanism):
-    """How the heads of one attention talk.
+    """The talking-heads settings of one attention.
 
     Args:
-        kind: which projections there are: None, "logits", "weights", "both".
-        softmax: h, the heads of the softmax.
-        output: h_v, those of the values.
-        init: what the projections begin as.
-        dynamic: the input-dependent terms that are added to them.
+        kind: the static projections of the attention: None, "logits", "weights" or "both".
+        softmax: h, the number of softmax heads.
+        output: h_v, the number of value heads.
+        init: the initialization of the projections.
+        dynamic: the input-dependent terms that are added to the projections.
     """
 
     kind: str | None
@@ -93,12 +95,12 @@ class TalkingHeads(Mechanism):
 
     @classmethod
     def of(cls, config: Any, prefix: str, layer: int) -> "TalkingHeads":
-        """Return how heads talk in a layer's attention of the place that a prefix stands for.
+        """Return the talking-heads settings of one layer at a place.
 
         Args:
-            config: a variant configuration, whose fields are checked.
-            prefix: of the place, one of `talking_places`.
-            layer: of its stack.
+            config: a variant configuration with valid fields.
+            prefix: the prefix of the place, one of `talking_places`.
+            layer: the index of the layer in the encoder or decoder.
         """
         heads, group = query_heads_there(config, prefix), talking_group(config, prefix)
         kind, softmax, output, init, dynamic = (config.layer_value(group + name, layer) for name in TALKING_FIELDS)
@@ -109,11 +111,11 @@ class TalkingHeads(Mechanism):
         return cls(kind, softmax, output, init or IDENTITY, tuple(dynamic or ()))
 
     def kept_when_loaded(self, wanted: "TalkingHeads", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
-        """Return what loading a checkpoint must not change: each field, with its value here and the wanted one.
+        """Return the fields that loading a checkpoint must not change, each with its current and its wanted value.
 
         Args:
-            wanted: how the heads of the same attention are to talk.
-            has_bias: whether it has T5's position bias, with a column for each softmax head, talking or not.
+            wanted: the wanted settings of the same attention.
+            has_bias: `True` if the attention has the position bias of T5, with a column for each softmax head.
         """
         pairs: list[tuple[str, tuple[Any, Any]]] = [(OUTPUT, (self.output, wanted.output))]
         if self.kind is not None or has_bias:
@@ -125,37 +127,37 @@ class TalkingHeads(Mechanism):
 
 
 class DynamicTerms(Mechanism):
-    """The input-dependent terms of talking heads; nothing is made of this class."""
+    """The input-dependent terms of talking heads. The class is not instantiated."""
 
     field = DYNAMIC
     paper = TalkingHeads.paper
 
     @classmethod
     def asked_for(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
-        """Return the field without a prefix, and the terms that layers of a place have; None: they have none."""
+        """Return the field without a prefix and the terms in the layers of a place, or None if there are no terms."""
         terms = dynamic_terms(config, prefix) if prefix in talking_places(config) else []
         return (cls.field, terms) if terms else None
 
 
 def talking_places(config: Any) -> tuple[str, ...]:
-    """Return the prefixes of the attentions that a configuration has fields of talking heads for, "" first."""
+    """Return the prefixes of the places that have talking-heads fields in a configuration; "" comes first."""
     return tuple(prefix for prefix in PREFIXES if hasattr(config, prefix + KIND))
 
 
 def talks(config: Any, prefix: str | None = None) -> bool:
-    """Say whether heads talk in any layer of a place; None: of any place."""
+    """Check if any layer of a place has talking heads; None selects all places."""
     places = talking_places(config) if prefix is None else (prefix,)
     return any(talking.kind for place in places for talking in layers_of(config, place))
 
 
 def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
-    """Return the input-dependent terms that layers of a place have, in their own order."""
+    """Return the input-dependent terms in the layers of a place, in the order of `DYNAMIC_PROJECTIONS`."""
     terms = {name for talking in layers_of(config, prefix) for name in talking.dynamic}
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
 
 
 def beginning_of_talking_heads(config: Any) -> str:
-    """Say what new talking heads begin as and what that does to the outputs."""
+    """Return a description of the initialization of new talking heads and of its effect on the outputs."""
     talking = [each for prefix in talking_places(config) for each in layers_of(config, prefix)]
     if any(each.init == RANDOM for each in talking):
         return f'they are drawn at random (`{INIT}="{RANDOM}"`), and the outputs change: train them'
@@ -165,16 +167,16 @@ def beginning_of_talking_heads(config: Any) -> str:
 
 
 def keeps_cache(dynamic: Iterable[str] | None) -> bool:
-    """Say whether a decoder whose self-attention has these input-dependent terms keeps a cache."""
+    """Check if a decoder can use a cache when its self-attention has these input-dependent terms."""
     return not any(name[0] == "m" for name in dynamic or ())
 
 
 def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
-    """Return the fields of heads of softmax and values that places which talk have values of their own of.
+    """Return the fields with the numbers of softmax and value heads that places with talking heads set themselves.
 
     Args:
         config: a variant configuration.
-        kv_heads_fields: of key/value heads, of the stacks that a model has.
+        kv_heads_fields: the key/value head fields of the encoder or decoder that the model has.
     """
     stacks = {*kv_heads_fields}
     places = [place for place in talking_places(config) if not place or key_value_field(place) in stacks]
@@ -186,9 +188,9 @@ def projection_shapes(heads: "AttentionHeads", query_dim: int, memory_dim: int) 
     """Return the name and shape of each talking-heads parameter of an attention.
 
     Args:
-        heads: the attention's head counts, and how they talk.
-        query_dim: the size of the inputs that queries are made from.
-        memory_dim: the size of the inputs that keys and values are made from.
+        heads: the head counts and the talking-heads settings of the attention.
+        query_dim: the size of the inputs of the query projection.
+        memory_dim: the size of the inputs of the key and value projections.
     """
     mixed = {LOGITS: (heads.query, heads.softmax), WEIGHTS: (heads.softmax, heads.output)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -201,16 +203,16 @@ def projection_shapes(heads: "AttentionHeads", query_dim: int, memory_dim: int) 
 
 
 def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
-    """Return the standard deviation that a new talking-heads parameter is drawn with; None = it is the identity.
+    """Return the initial standard deviation of a talking-heads parameter, or None if it starts as the identity.
 
-    Fan-in scaling, as in the authors' code. A dynamic projection [input size, h_in, h_out], which is added to another
-    one, begins as zeros beside an identity, so that no output changes; else it is drawn at variance scale 0.01 / h_in,
-    for larger values made training hard.
+    The variance is 1 / fan-in, as in the code of the authors. A dynamic projection [input size, h_in, h_out] is added
+    to another projection. With identity initialization it starts as zeros, so that the outputs do not change.
+    Otherwise its variance is scaled by 0.01 / h_in, because larger values made training difficult.
 
     Args:
-        name: the parameter's name.
+        name: the name of the parameter.
         shape: its shape.
-        initialization: the attention's `talking_heads_init`.
+        initialization: the `talking_heads_init` of the attention.
     """
     if name in PROJECTIONS:
         return None if initialization == IDENTITY else shape[0] ** -0.5
@@ -218,16 +220,16 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
 
 
 def mixing_flops(heads: "AttentionHeads", query_dim: int, memory_dim: int, attended: int) -> tuple[int, int]:
-    """Return the floating-point operations of a token of the memory, and of a token that asks.
+    """Return the floating-point operations per key token, and per query token.
 
     Args:
-        heads, query_dim, memory_dim: as for `projection_shapes`.
-        attended: the keys that a query reads.
+        heads, query_dim, memory_dim: the arguments of `projection_shapes`.
+        attended: the number of keys that a query attends to.
     """
     of_memory = of_query = 0
     for name, shape in projection_shapes(heads, query_dim, memory_dim).items():
         of_query += 2 * attended * shape[-2] * shape[-1]
-        if name not in PROJECTIONS:  # a dynamic one is first computed from each token of its side
+        if name not in PROJECTIONS:  # a dynamic projection is first computed from each token
             of_term = 2 * shape[0] * shape[1] * shape[2]
             of_query += of_term if name[0] == "x" else 0
             of_memory += of_term if name[0] == "m" else 0
@@ -235,12 +237,12 @@ def mixing_flops(heads: "AttentionHeads", query_dim: int, memory_dim: int, atten
 
 
 def query_heads_there(config: Any, prefix: str) -> int:
-    """Return h_k, the query heads of a place."""
+    """Return h_k, the number of query heads at a place."""
     return config.query_heads(key_value_field(prefix))
 
 
 def listed_by_layer(config: Any, prefixes: Iterable[str]) -> set[str]:
-    """Return the fields of talking heads of some places that have a value for each layer."""
+    """Return the talking-heads fields of the given places that have per-layer values."""
     return {prefix + name for prefix in prefixes for name in TALKING_FIELDS} & {*(config.per_layer_values or {})}
 
 
@@ -252,7 +254,7 @@ def talking_group(config: Any, prefix: str) -> str:
 
 
 def layers_of(config: Any, prefix: str) -> list[TalkingHeads]:
-    """Return how heads talk in each layer of a place; one entry if no layer differs."""
+    """Return the talking-heads settings of each layer of a place, or one entry if all layers are equal."""
     listed = listed_by_layer(config, (talking_group(config, prefix),))
     layers = range(config.layer_count(prefix + KIND)) if listed else (0,)
     return [TalkingHeads.of(config, prefix, layer) for layer in layers]

@@ -1,1 +1,1 @@
-"""Attention without a softmax: a kernel a file."""
+"""Attention kernels that replace the softmax, with one file per kernel."""

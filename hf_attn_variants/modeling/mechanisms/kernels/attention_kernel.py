@@ -1,7 +1,7 @@
-"""What every kernel is: one class in one file, with its paper, its fields' checks, its tensors and its formula.
+"""Base class of the kernels that replace the softmax of an attention.
 
-A kernel stands in one attention in a softmax's place. `kernel_table` has those there are. Letters as in
-`softmax_attention`; F features a head.
+Each kernel is a class in its own file, with its paper, the checks of its fields, its tensors and its formula.
+`kernel_table` lists the kernels. The letters are those of `softmax_attention`; F is the number of features per head.
 """
 
 import zlib
@@ -19,10 +19,10 @@ __all__ = ["AttentionKernel", "KernelTensor"]
 
 
 class KernelTensor(NamedTuple):
-    """A tensor that an attention with a kernel has beside its projections."""
+    """A tensor that an attention with a kernel has in addition to its projections."""
 
     shape: tuple[int, ...]
-    begin: Callable[[], torch.Tensor]  # makes what it holds in a new model, float32
+    begin: Callable[[], torch.Tensor]  # returns its initial values, float32
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class AttentionKernel(Mechanism, ABC):
     """The kernel of one attention.
 
     Args:
-        features: the width of learned maps, the number of random vectors or of rows (`attention_kernel_features`).
-        is_causal: whether a query reads no later key.
-        seed: of what is drawn.
+        features: the width of learned projections, or the number of random vectors or rows
+            (`attention_kernel_features`).
+        is_causal: `True` if a query does not attend to later keys.
+        seed: the seed of the random numbers.
 
     Class attributes:
-        features_a_number: the features of each of a head's d numbers where the configuration does not say how many;
-            None: it has no such size.
+        features_a_number: the default number of features per dimension of a head; None if the kernel has no such size.
         learned, drawn: the names of its parameters, and of its buffers of random numbers.
-        of_key_heads: those of them that have a part for each key head.
-        counts_tokens: whether a token's place in the text counts, and padding before it has to be moved away.
-        reads_window: whether it needs an `attention_window`.
+        of_key_heads: the names of the tensors that have a part for each key head.
+        counts_tokens: `True` if the position of a token matters, so that padding before it must be moved.
+        reads_window: `True` if the kernel needs an `attention_window`.
     """
 
     features: int
@@ -61,40 +61,40 @@ class AttentionKernel(Mechanism, ABC):
 
         Args:
             config: a variant configuration.
-            prefix: of the field that names the kernel.
-            head_dim: d, the size of the attention's heads.
-            path: the attention's, inside the base model: each has random numbers of its own.
-            is_causal: whether its queries read no later keys.
-            layer: the one that it is in.
+            prefix: the prefix of the field that names the kernel.
+            head_dim: d, the size of the heads.
+            path: the path of the attention inside the base model. Each attention has its own random numbers.
+            is_causal: `True` if the queries do not attend to later keys.
+            layer: the index of the layer.
         """
         features = config.attention_kernel_features or (cls.features_a_number or 1) * head_dim
         return cls(features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()))
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check what this kernel alone asks of a configuration whose `field` names it.
+        """Check the requirements of this kernel in a configuration whose `field` names it.
 
         Raises:
-            ValueError: for what it cannot be.
+            ValueError: if the configuration does not support the kernel.
         """
 
     @classmethod
     def draws(cls, features: int | None, head_dim: int) -> bool:
-        """Say whether anything of it is drawn by the seed.
+        """Check if any tensor of the kernel is drawn from the seed.
 
         Args:
-            features: as many as the configuration says; None: as many as it has by itself.
+            features: the number of features in the configuration; None for the default of the kernel.
             head_dim: d.
         """
         return bool(cls.drawn)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Whether an exported graph has its weights: one of chunks would be of one length."""
+        """Whether an exported graph computes the weights, because a graph of chunks would have a fixed length."""
         return self.is_causal
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return what an attention with these heads computes with, by name."""
+        """Return the tensors of the kernel for an attention with these heads: {name: tensor}."""
         return {}
 
     @abstractmethod
@@ -108,20 +108,20 @@ class AttentionKernel(Mechanism, ABC):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend in memory and time linear in n and m.
+        """Attend with memory and time that are linear in n and m.
 
         Args:
-            module: what has this kernel's tensors: the attention, or a conversion's `AttentionTensors`.
-            query: [b, h, n, d], or [b B, h, n, d] of B beams of each memory.
+            module: the module with the tensors of this kernel: the attention, or `AttentionTensors` in a conversion.
+            query: [b, h, n, d], or [b B, h, n, d] for B beams per row of keys.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: which keys are read, [b or 1, 1, m, 1]; None = all.
-            scaling: the factor of a softmax's dot products.
-            state: where causal, what an earlier call returned of the keys before these.
+            read: the keys to attend to, boolean [b or 1, 1, m, 1]; None means all keys.
+            scaling: the factor of the dot products of a softmax.
+            state: the state that an earlier call returned for the keys before these (causal attention only).
 
         Returns:
-            The outputs [b, n, h, d_v], zeros where nothing is read; and the state, of these keys too, or None. A
-            kernel of cross-attention that returns one has a `read_state` (as `FeatureKernel`), which gives the outputs
-            of later queries.
+            The outputs [b, n, h, d_v], zeros if a query attends to no key, and the state after these keys, or None. If
+            a kernel of cross-attention returns a state, its method `read_state` computes the outputs of later queries
+            (see `FeatureKernel`).
         """
 
     @abstractmethod
@@ -133,17 +133,17 @@ class AttentionKernel(Mechanism, ABC):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights [b, h, n, m] that it stands for; arguments as for `attend`."""
+        """Return the equivalent attention weights [b, h, n, m]; the arguments are those of `attend`."""
 
     @abstractmethod
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the floating-point operations of a key in one key head, and of a query in one query head.
+        """Return the floating-point operations per key in one key head, and per query in one query head.
 
         Args:
-            heads: the attention's.
-            attended: the keys that a query reads.
+            heads: the heads of the attention.
+            attended: the number of keys that a query attends to.
         """
 
     def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return how many numbers a decoder's cache holds for this attention: none, of a kernel without a state."""
+        """Return how many numbers a decoder's cache stores for this attention: 0 for a kernel without a state."""
         return 0

@@ -27,5 +27,5 @@ class Elu(MapKernel):
         return head_dim
 
     def map_flops(self, head_dim: int) -> int:
-        """Return 0: there is no map."""
+        """Return 0, because there is no matrix product."""
         return 0

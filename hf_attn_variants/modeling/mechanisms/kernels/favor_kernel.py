@@ -1,4 +1,4 @@
-"""FAVOR+: positive random features, whose products estimate a softmax's weights (arXiv 2009.14794, section 2.3)."""
+"""FAVOR+: positive random features whose products estimate softmax weights (arXiv 2009.14794, section 2.3)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,10 @@ __all__ = ["Favor"]
 
 @dataclass(frozen=True)
 class Favor(FeatureKernel):
-    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w, and x times the root of the logits' factor."""
+    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
+
+    The input x is scaled by the square root of the factor of the logits.
+    """
 
     name = "favor"
     paper = ("Rethinking attention with Performers", "2009.14794")
@@ -29,22 +32,22 @@ class Favor(FeatureKernel):
         return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q), each row divided by its largest."""
+        """Return phi(q), with each row divided by its largest value."""
         logits = _logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k), divided by a memory's largest, and the logarithm of that."""
+        """Return phi(k), divided by the largest value over all keys, and the logarithm of this divisor."""
         logits = _logits(module, key, scaling)
         logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
         top = logits.detach().amax((-2, -1), keepdim=True)
-        top = top.clamp_min(torch.finfo(top.dtype).min)  # of no keys: -inf - -inf would be NaN
+        top = top.clamp_min(torch.finfo(top.dtype).min)  # without keys, -inf - -inf would be NaN
         return (logits - top).exp(), top
 
     def width(self, head_dim: int) -> int:
-        """Return as many as there are vectors."""
+        """Return the number of vectors."""
         return self.features
 
 

@@ -1,15 +1,16 @@
-"""Linear attention: weights that are products of features, so that keys and values are summed before any query asks.
+"""Linear attention with weights that are products of features, so that the sums of keys and values need no query.
 
-With features phi(q), phi(k) of F numbers a head, the weights phi(q) phi(k)^T over their row sums are never made:
+The features phi(q) and phi(k) have F numbers per head. The weights, phi(q) phi(k)^T divided by their row sums, are
+never stored:
 
-    S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], the whole memory
+    S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], over all keys
     o_i = phi(q_i) S                 d_v sums of values, and the sum of the weights that they are divided by
 
-in n F d_v multiply-adds each, for any length. Causally S is a running sum: within a chunk of C tokens weights are
-made, before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
-Attention dropout has no weights to drop, and is not applied.
+Each step takes n F d_v multiply-adds, for any length. In causal attention, S is a running sum. The weights are
+computed within a chunk of C tokens, and S holds the sum over all earlier chunks. A decoder caches only S. Sums are in
+float32 or a more precise dtype. Attention dropout is not applied, because there are no weights to drop.
 
-Source: arXiv 2006.16236; the formulas are in the package's `reference.linear`. Letters as in `softmax_attention`.
+Source: arXiv 2006.16236. The formulas are in `reference.linear`. The letters are those of `softmax_attention`.
 """
 
 from abc import abstractmethod
@@ -29,7 +30,7 @@ __all__ = ["FeatureKernel", "KernelState", "MapKernel"]
 
 
 class KernelState(NamedTuple):
-    """What is kept of a memory: sums, and the logarithm of what they are divided by, if anything."""
+    """The cached state of the keys: sums, and the logarithm of their divisor, if any."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
@@ -37,31 +38,31 @@ class KernelState(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureKernel(AttentionKernel):
-    """A kernel that is a map of queries and one of keys to features."""
+    """A kernel with one feature map for queries and one for keys."""
 
     @abstractmethod
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; arguments as for `attend`.
+        """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; the arguments are those of `attend`.
 
-        A factor of a whole row may be left out, for its sum takes it out.
+        The result may omit a factor of a whole row, because the division by the row sum removes it.
         """
 
     @abstractmethod
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], zeros where nothing is read.
+        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], zeros at masked keys, and the logarithm of their divisor.
 
-        And the logarithm of what they are divided by [b, k, 1, 1]; None: by nothing. Arguments as for `attend`.
+        The logarithm has the shape [b, k, 1, 1]; None means no divisor. The arguments are those of `attend`.
         """
 
     @abstractmethod
     def width(self, head_dim: int) -> int:
-        """Return F, how many features a head of d numbers has."""
+        """Return F, the number of features of a head of size d."""
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that outputs are divided by, given the sums of their weights."""
-        return sums.masked_fill(sums == 0, 1)  # where nothing is read, zeros are divided
+        """Return the divisors of the outputs, computed from the sums of their weights."""
+        return sums.masked_fill(sums == 0, 1)  # a query without keys returns zeros
 
     def attend(
         self,
@@ -73,7 +74,7 @@ class FeatureKernel(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend by sums of features; see `AttentionKernel.attend`. The state is a `KernelState`."""
+        """Attend with sums of features; see `AttentionKernel.attend`. The state is a `KernelState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
         with without_autocast(query):
             features, log_scale = self.key_features(module, key.to(exact), read, scaling)
@@ -89,14 +90,17 @@ class FeatureKernel(AttentionKernel):
             return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d_v] of queries that read all keys of a state; arguments as for `attend`."""
+        """Return the outputs [b, n, h, d_v] of queries that attend to all keys of a state.
+
+        The arguments are those of `attend`.
+        """
         fold = QueryFold(query, state.sums, beams_of(query, state.sums))
         with without_autocast(query):
             queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
             return fold.unfolded(self.divided(queries @ state.sums).to(query.dtype))
 
     def divided(self, output: torch.Tensor) -> torch.Tensor:
-        """Return sums of weighted values, behind which the sums of the weights stand, divided by these."""
+        """Return the sums of weighted values, divided by the sums of the weights in the last column."""
         return output[..., :-1] / self.divisor(output[..., -1:])
 
     def weights(
@@ -126,26 +130,29 @@ class FeatureKernel(AttentionKernel):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return weights, not yet divided by their sums, with others in their place where a kernel has them."""
+        """Return the weights before normalization; a subclass may replace some of them."""
         return weights
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations of a token's features, with those of adding it to the sums, or of reading them."""
+        """Return the operations per key and per query.
+
+        A key needs its features and an update of the sums. A query needs its features and a product with the sums.
+        """
         count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
         return count, count
 
     def map_flops(self, head_dim: int) -> int:
-        """Return the operations of the map that makes the features of one token in one head."""
+        """Return the operations of the feature map for one token in one head."""
         return 2 * self.features * head_dim
 
     def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return the numbers of a state: each key/value head's sums of values and of weights."""
+        """Return the size of a state: the sums of values and weights of each key/value head."""
         return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)
 class MapKernel(FeatureKernel):
-    """A kernel whose features are one map of queries and of keys, each token's by itself."""
+    """A kernel whose feature map treats each token of the queries and keys independently."""
 
     @abstractmethod
     def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
@@ -158,7 +165,7 @@ class MapKernel(FeatureKernel):
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k), divided by nothing; see `FeatureKernel.key_features`."""
+        """Return phi(k) without a divisor; see `FeatureKernel.key_features`."""
         features = self.features_of(module, key, "key")
         return (features if read is None else features * read), None
 
@@ -166,7 +173,7 @@ class MapKernel(FeatureKernel):
 def _same_scale(
     features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return features and earlier sums divided by the same number, the larger one, and its logarithm."""
+    """Return features and earlier sums with the same divisor, the larger of the two, and its logarithm."""
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None
     both = torch.maximum(log_scale, state.log_scale)

@@ -1,4 +1,4 @@
-"""Hedgehog: features that are learned to be near a softmax's weights (arXiv 2402.04347, section 4.1)."""
+"""Hedgehog: learned features that approximate the weights of a softmax (arXiv 2402.04347, section 4.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,13 @@ from .random_vectors import orthogonal_rows
 
 __all__ = ["Hedgehog"]
 
-# What the maps begin as, times the identity: near what a fit to a softmax finds.
+# The initial feature maps are this factor times the identity, which is close to the result of a fit to a softmax.
 FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
 class Hedgehog(MapKernel):
-    """phi(x) = softmax([x M, -x M]), with a map M [d, r] for each head of the queries and of the keys; F = 2 r."""
+    """phi(x) = softmax([x M, -x M]), with a matrix M [d, r] for each query head and each key head; F = 2 r."""
 
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
@@ -29,17 +29,17 @@ class Hedgehog(MapKernel):
 
     @classmethod
     def draws(cls, features: int | None, head_dim: int) -> bool:
-        """Say whether the maps are wider than a head: what is beside the identity is drawn."""
+        """Check if the feature maps are wider than a head, because the columns beyond the identity are random."""
         return (features or 0) > head_dim
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return M of the query heads [h, d, r] and of the key heads [k, d, r]."""
+        """Return M for the query heads [h, d, r] and for the key heads [k, d, r]."""
         counts = {"query_kernel_proj": heads.query, "key_kernel_proj": heads.key}
         shapes = {name: (count, heads.head_dim, self.features) for name, count in counts.items()}
         return {name: KernelTensor(shape, partial(self._first_maps, shape)) for name, shape in shapes.items()}
 
     def _first_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Return what M begins as: twice the identity and, beside it, this turned at random."""
+        """Return the initial M: twice the identity, followed by randomly rotated columns if r is larger than d."""
         _, size, width = shape
         rows = orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)

@@ -1,14 +1,14 @@
-"""Attention with a softmax in a window and a kernel outside of it, under one normaliser (LoLCATs, arXiv 2410.10254).
+"""Softmax attention within a window and a kernel outside it, with one normalizer (LoLCATs, arXiv 2410.10254).
 
-Of query i, with s_ij its dot products, c_i the largest within its window and gamma learned for each head:
+For query i, s_ij are the dot products, c_i is the largest of them within the window, and gamma is learned per head:
 
     w_ij = gamma exp(s_ij - c_i) in the window, phi(q_i) phi(k_j) elsewhere;  o_i = sum_j w_ij v_j / sum_j w_ij
 
-A block of C queries has weights for the C + before + after keys that any of its windows touches. What lies before and
-behind these it reads as two running sums of phi(k) v^T, so that nothing is taken off a sum again, and nothing is as
-large as n x m. A decoder keeps the sum of the keys before the next token's window, and the window's own keys.
+A block of C queries has weights for the C + before + after keys that are in any of its windows. Two running sums of
+phi(k) v^T cover the keys before and after these. The code never subtracts from a sum, and no tensor is as large as
+n x m. A decoder caches the sum of the keys before the window of the next token, and the keys of that window.
 
-The formula is the package's `reference.linear.hybrid_attention`. Letters as in `softmax_attention`.
+The formula is `reference.linear.hybrid_attention`. The letters are those of `softmax_attention`.
 """
 
 import math
@@ -28,22 +28,22 @@ from .hedgehog_kernel import Hedgehog
 
 __all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
 
-# A block has as many queries as the window, within these: longer blocks read more keys one by one, shorter ones keep
-# more sums.
+# A block has as many queries as the window, within these limits. Longer blocks compute more individual weights, and
+# shorter blocks store more sums.
 LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """What a decoder keeps: sums of the keys before the next window, and the keys that may be in it."""
+    """The cached state of a decoder: sums of the keys before the next window, and the keys for that window."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
     values: torch.Tensor  # [b, k, before, d_v]
-    read: torch.Tensor  # [b, 1, before, 1]: which are tokens
+    read: torch.Tensor  # [b, 1, before, 1]: True for tokens
 
 
 class NearKeys(NamedTuple):
-    """The keys of one call; before them as many as a window has before a query, kept ones or places not read."""
+    """The keys of one call, preceded by `before` cached keys or masked positions."""
 
     keys: torch.Tensor  # [b, k, before + m, d]
     values: torch.Tensor  # [b, k, before + m, d_v]
@@ -58,13 +58,13 @@ class NearKeys(NamedTuple):
         read: torch.Tensor | None,
         state: HybridState | None,
     ) -> "NearKeys":
-        """Return the keys of a call, after a state's.
+        """Return the keys of a call, preceded by those of a state.
 
         Args:
-            reach: of the window.
+            reach: the key range of the window.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
-            state: of the tokens before, if there are any.
+            read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+            state: the state of the earlier tokens, if any.
         """
         read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
         read = read.expand(key.shape[0], -1, -1, -1)
@@ -75,12 +75,12 @@ class NearKeys(NamedTuple):
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
     def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: Reach) -> HybridState:
-        """Return what is kept for the next token.
+        """Return the state for the next token.
 
         Args:
-            features: phi(k) [b, k, before + m, F], zeros where nothing is read.
-            sums: of the keys before these, if there are any.
-            reach: of the window.
+            features: phi(k) [b, k, before + m, F], zeros at masked keys.
+            sums: the sums of the earlier keys, if any.
+            reach: the key range of the window.
         """
         older = features.shape[2] - reach.before
         values = nn.functional.pad(self.values[:, :, :older], (0, 1), value=1.0)
@@ -90,10 +90,10 @@ class NearKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Hybrid(Hedgehog):
-    """A softmax within a window, hedgehog's features outside of it.
+    """A softmax within a window, and the features of Hedgehog outside it.
 
     Args:
-        window: w, as `attention_window` has it.
+        window: w, the value of `attention_window`.
     """
 
     window: int
@@ -105,7 +105,7 @@ class Hybrid(Hedgehog):
 
     @classmethod
     def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
-        """Return the kernel of the attention at a path, with its layer's window; see `AttentionKernel.of`."""
+        """Return the kernel of the attention at a path, with the window of its layer; see `AttentionKernel.of`."""
         maps = Hedgehog.of(config, prefix, head_dim, path, is_causal, layer)
         return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
 
@@ -114,7 +114,7 @@ class Hybrid(Hedgehog):
         """Check that each layer with this kernel has a window.
 
         Raises:
-            ValueError: if one has none, or it is cross-attention.
+            ValueError: if a layer has no window, or if the field belongs to cross-attention.
         """
         prefix = field.removesuffix("attention_kernel")
         if prefix == "cross_":
@@ -132,18 +132,19 @@ class Hybrid(Hedgehog):
 
     @property
     def reach(self) -> Reach:
-        """What a query reads by the softmax."""
+        """The key range of the softmax."""
         return Reach.of(self.window, 1, 0, self.is_causal)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Always: blocks are of one length."""
+        """Always `True`, because blocks would fix the length of the exported graph."""
         return True
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return hedgehog's maps and the logarithm of gamma [h].
+        """Return the feature maps of Hedgehog and the logarithm of gamma [h].
 
-        gamma = 1 / F: what phi(q) phi(k) is of features that are all alike, and exp(s - c) is 1 of such logits.
+        The initial value is gamma = 1 / F. If all features are equal, phi(q) phi(k) is 1 / F. If all logits are equal,
+        exp(s - c) is 1.
         """
         begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
         return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
@@ -158,7 +159,7 @@ class Hybrid(Hedgehog):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend by a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
+        """Attend with a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
         with without_autocast(query):
             reach = self.reach
@@ -183,17 +184,17 @@ class Hybrid(Hedgehog):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights with the softmax's in the window."""
+        """Return the weights, with those of the softmax inside the window."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.reach)
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return hedgehog's, with the window's dot products and weighted sums of a query."""
+        """Return the operations of Hedgehog, plus the dot products and weighted sums of a query in the window."""
         of_key, of_query = super().flops(heads, attended)
         return of_key, of_query + 2 * self.reach.keys_read(attended) * (heads.head_dim + heads.value_dim)
 
     def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return the numbers of the sums, and of the keys and values that the next window may have."""
+        """Return the size of the state: the sums, and the keys and values that the next window may contain."""
         of_window = heads.key * self.reach.before * (heads.head_dim + heads.value_dim)
         return super().state_numbers(heads) + of_window
 
@@ -208,15 +209,15 @@ def attend_in_blocks_and_sums(
     reach: Reach,
     scaling: float,
 ) -> torch.Tensor:
-    """Return for each query its sum of weighted values and, behind it, the sum of the weights.
+    """Return the sum of weighted values of each query, followed by the sum of the weights.
 
     Args:
         queries, query_features: q [b, k, g, n, d] and phi(q) [b, k, g, n, F].
         near: the keys.
-        key_features: their phi(k) [b, k, before + n, F], zeros where nothing is read.
+        key_features: phi(k) of these keys, [b, k, before + n, F], zeros at masked keys.
         log_factor: the logarithm of gamma, [k, g].
-        sums: of the keys before all of these, [b, k, F, d_v + 1], if there are any.
-        reach: of the window.
+        sums: the sums of all earlier keys, [b, k, F, d_v + 1], if any.
+        reach: the key range of the window.
         scaling: the factor of the dot products.
 
     Returns:
@@ -248,7 +249,7 @@ def attend_in_blocks_and_sums(
 
 
 def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys of a block's span [C, S] are in a query's window, and which are read outside of it."""
+    """Return two masks [C, S] of the keys in a block's span: those in a query's window, and those attended outside it."""
     around = reach.before + reach.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_behind = distance < 0, distance > around
@@ -256,9 +257,9 @@ def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tenso
 
 
 def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
-    """Return gamma exp(s - c) of logits that are -inf outside of the window, c the largest of a row."""
+    """Return gamma exp(s - c) for logits that are -inf outside the window; c is the largest logit of a row."""
     top = logits.amax(-1, keepdim=True)
-    top = top.clamp_min(torch.finfo(top.dtype).min)  # of an empty window: -inf - -inf would be NaN
+    top = top.clamp_min(torch.finfo(top.dtype).min)  # for an empty window, -inf - -inf would be NaN
     return (logits - top + log_factor).exp()
 
 
@@ -270,10 +271,10 @@ def _sums_of_others(
     around: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return for each block the sum over all keys before its span and, unless causal, behind it.
+    """Return for each block the sum over all keys before its span and, unless causal, after it.
 
-    The spans begin with each block's first place and go on for `around` more than the block's own. Sums are
-    [b, k, N, F, d_v + 1].
+    A span starts at the first position of its block and is `around` positions longer than the block. The sums have the
+    shape [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
     before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
@@ -297,14 +298,14 @@ def hybrid_weights(
     log_factor: torch.Tensor,
     reach: Reach,
 ) -> torch.Tensor:
-    """Return all weights [b, h, n, m], not yet divided by their sums.
+    """Return all weights [b, h, n, m] before normalization.
 
     Args:
-        logits: the dot products with their factor, [b, h, n, m].
-        by_features: phi(q) phi(k) [b, h, n, m], zeros where nothing is read.
-        read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
+        logits: the scaled dot products, [b, h, n, m].
+        by_features: phi(q) phi(k) [b, h, n, m], zeros at masked keys.
+        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
         log_factor: the logarithm of gamma, [h].
-        reach: of the window.
+        reach: the key range of the window.
     """
     length, memory = logits.shape[2:]
     places = torch.arange(memory, device=logits.device)

@@ -1,4 +1,4 @@
-"""The tensors of an attention's kernel: added to the attention, and initialised."""
+"""Functions that add the tensors of a kernel to an attention module and initialize them."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ __all__ = ["init_kernel", "install_kernel", "kernel_tensors"]
 
 
 def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
-    """Note the kernel of an attention that has its heads, if any, and add what it computes with, uninitialised."""
+    """Set the kernel of an attention module, if any, and add its uninitialized tensors.
+
+    The head counts of the module must be set before.
+    """
     module.kernel = kernel
     if kernel is None:
         return
@@ -31,13 +34,13 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
 
 
 def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
-    """Return what `install_kernel` added to an attention, by name."""
+    """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
     return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}
 
 
 def init_kernel(module: nn.Module) -> None:
-    """Initialise what `install_kernel` added, but what is loaded."""
+    """Initialize the tensors that `install_kernel` added, except those loaded from a checkpoint."""
     attention: Any = module
     if getattr(module, "kernel", None) is not None:
         for name, tensor in attention.kernel.tensors(attention.heads).items():

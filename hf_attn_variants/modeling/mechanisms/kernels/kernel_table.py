@@ -1,4 +1,4 @@
-"""The kernels there are: a row each. Their names are known without torch, for the flags of commands."""
+"""Table of the kernels. It does not import torch, because the commands create flags from these names."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def kernel_class(name: str) -> "type[AttentionKernel]":
 
 
 def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
-    """Return the kernels that a configuration, any, names: {field: kernel}."""
+    """Return the kernels that any configuration names: {field: kernel}."""
     fields = [f"{prefix}attention_kernel" for prefix in prefixes]
     return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
 
@@ -36,7 +36,10 @@ def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, s
 def kernel_of(
     config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
 ) -> "AttentionKernel | None":
-    """Return the kernel of the attention at a path; None: a softmax. Arguments as for `AttentionKernel.of`."""
+    """Return the kernel of the attention at a path, or None for a softmax.
+
+    The arguments are those of `AttentionKernel.of`.
+    """
     if getattr(config, f"{prefix}attention_kernel", None) is None:
         return None
     name = config.layer_value(f"{prefix}attention_kernel", layer)
@@ -44,10 +47,10 @@ def kernel_of(
 
 
 def learned_names() -> tuple[str, ...]:
-    """Return the names of all parameters of kernels."""
+    """Return the names of all kernel parameters."""
     return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).learned))
 
 
 def drawn_names() -> tuple[str, ...]:
-    """Return the names of all random numbers of kernels, which checkpoints without a kernel do not have."""
+    """Return the names of all random buffers of kernels; checkpoints without a kernel do not contain them."""
     return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).drawn))

@@ -1,10 +1,10 @@
-"""Keys and values projected along the length to r rows, and a softmax over these (Linformer, arXiv 2006.04768).
+"""Linformer: keys and values are projected along the length to r rows, followed by a softmax (arXiv 2006.04768).
 
-    o_i = softmax(q_i (E K)^T) E V,  E [r, n_max], one for keys and values of all heads of a layer
+    o_i = softmax(q_i (E K)^T) E V,  E [r, n_max], shared by the keys and values of all heads of a layer
 
-That is the paper's "key-value sharing" (section 4). A text of m tokens has the first m columns of E, and tokens that
-are padding count as zeros, so that they change nothing. Time and memory are n r. The formula is the package's
-`reference.linear.linformer_attention`. Letters as in `softmax_attention`.
+This is the "key-value sharing" of the paper (section 4). A text of m tokens uses the first m columns of E. Padding
+counts as zeros and therefore changes nothing. Time and memory are proportional to n r. The formula is
+`reference.linear.linformer_attention`. The letters are those of `softmax_attention`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Linformer(AttentionKernel):
     """A softmax over r rows of projected keys and values.
 
     Args:
-        length: n_max, the most tokens.
+        length: n_max, the maximum number of tokens.
     """
 
     length: int
@@ -40,17 +40,20 @@ class Linformer(AttentionKernel):
 
     @classmethod
     def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Linformer":
-        """Return the kernel of the attention at a path; no more rows than positions. See `AttentionKernel.of`."""
-        length: Any = most_tokens(config)  # which `check` asks for
+        """Return the kernel of the attention at a path; see `AttentionKernel.of`.
+
+        The kernel has at most as many rows as there are positions.
+        """
+        length: Any = most_tokens(config)  # `check` requires it
         rows = config.attention_kernel_features or cls.features_a_number * head_dim
         return cls(min(rows, length), is_causal, 0, length)
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check that the kernel is of an encoder that reads a largest number of tokens.
+        """Check that the kernel belongs to an encoder with a maximum number of tokens.
 
         Raises:
-            ValueError: if it is not, or there are more rows than positions.
+            ValueError: if it does not, or if there are more rows than positions.
         """
         prefix = field.removesuffix("attention_kernel")
         is_decoder = not prefix and (
@@ -87,28 +90,28 @@ class Linformer(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend to the rows; see `AttentionKernel.attend`. There is no state."""
+        """Attend to the projected rows; see `AttentionKernel.attend`. There is no state."""
         return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
 
     def weights(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """Return what each value is multiplied by; see `AttentionKernel.weights`."""
+        """Return the factors of the values in the outputs; see `AttentionKernel.weights`."""
         return projected_weights(module.length_proj, query, key, read, scaling)
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return what it takes to sum a key and its value into each row, and what a query reads of these."""
+        """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
 def most_tokens(config: Any) -> int | None:
-    """Return how many tokens (of audio: positions) an encoder of this configuration reads; None: any number."""
+    """Return the maximum number of tokens (audio: positions) of an encoder with this configuration, or None."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
 def segment_means(rows: int, length: int) -> torch.Tensor:
-    """Return what E [rows, length] begins as: each row is the mean of a segment, the segments are of like sizes."""
+    """Return the initial E [rows, length]: each row is the mean of a segment, and the segments have similar sizes."""
     segment = torch.arange(length) * rows // length
     means = nn.functional.one_hot(segment, rows).T.float()
     return means / means.sum(1, keepdim=True)
@@ -128,11 +131,11 @@ def attend_to_projected(
         length_proj: E [r, n_max].
         query: [b, h, n, d].
         key, value: [b, k, m, d] and [b, k, m, d_v].
-        read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
+        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
         scaling: the factor of the dot products.
 
     Raises:
-        ValueError: for more tokens than E has columns.
+        ValueError: if there are more tokens than columns of E.
     """
     along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
     if read is not None:
@@ -144,9 +147,9 @@ def attend_to_projected(
 def projected_weights(
     length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return what each value is multiplied by, softmax(q (E K)^T) E, [b, h, n, m]; its rows need not sum to one.
+    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]; a row does not always sum to one.
 
-    Arguments and errors as for `attend_to_projected`.
+    The arguments and errors are those of `attend_to_projected`.
     """
     along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
     key = key if read is None else key * read
@@ -157,7 +160,7 @@ def projected_weights(
 
 
 def _columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    if is_exporting():  # a slice's graph would know whether it is the whole
+    if is_exporting():  # a slice would make the graph depend on the length
         return length_proj.index_select(1, torch.arange(key.shape[2], device=key.device)).to(key.dtype)
     if key.shape[2] > length_proj.shape[1]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The features relu(x), without parameters: cosFormer's without its weights by distance (arXiv 2202.08791, 3.2)."""
+"""The features relu(x), without parameters: cosFormer without its distance weights (arXiv 2202.08791, section 3.2)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["Relu"]
 
 @dataclass(frozen=True)
 class Relu(MapKernel):
-    """phi(x) = max(x, 0), F = d. A query that shares no positive number with any key reads nothing: zeros."""
+    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive feature in common."""
 
     name = "relu"
     paper = ("cosFormer: rethinking softmax in attention", "2202.08791")
@@ -26,5 +26,5 @@ class Relu(MapKernel):
         return head_dim
 
     def map_flops(self, head_dim: int) -> int:
-        """Return 0: there is no map."""
+        """Return 0, because there is no matrix product."""
         return 0

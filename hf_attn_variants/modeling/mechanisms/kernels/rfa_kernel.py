@@ -14,7 +14,7 @@ from .random_vectors import draw_vectors
 
 __all__ = ["Rfa"]
 
-# What the sum of a query's weights is at least: the estimates may be near zero or below (as in its authors' code).
+# The minimum for the sum of a query's weights. Estimates may be near zero or negative (as in the authors' code).
 LEAST_SUM = 1e-2
 
 
@@ -30,7 +30,7 @@ class Rfa(MapKernel):
     of_key_heads = ("kernel_scale",)
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the scale s of each key head [k, d], which its queries have too, and the vectors w [D, d]."""
+        """Return the scale s of each key head [k, d], which its query heads share, and the vectors w [D, d]."""
         scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
         return {
             "kernel_scale": KernelTensor(scale, partial(torch.ones, scale)),
@@ -49,5 +49,5 @@ class Rfa(MapKernel):
         return 2 * self.features
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums, none of them near zero."""
+        """Return the sums, with a lower bound above zero."""
         return sums.clamp_min(LEAST_SUM)

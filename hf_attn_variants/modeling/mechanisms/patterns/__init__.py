@@ -1,1 +1,1 @@
-"""Which keys a query reads: a pattern a file."""
+"""Attention patterns, which select the keys that a query attends to, with one file per pattern."""

@@ -1,6 +1,7 @@
-"""What every pattern is: one class in one file, with its paper, its fields, its checks and which keys a query reads.
+"""Base class of the attention patterns.
 
-`pattern_table` has those there are. Letters as in `softmax_attention`.
+Each pattern is a class in its own file, with its paper, its fields, its checks and the keys that a query attends to.
+`pattern_table` lists the patterns. The letters are those of `softmax_attention`.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +13,12 @@ __all__ = ["AttentionPattern"]
 
 
 class AttentionPattern(Mechanism, ABC):
-    """A pattern; nothing is made of its class, whose methods read a configuration.
+    """An attention pattern. The class is not instantiated; its methods read a configuration.
 
     Class attributes:
-        needed, optional: the fields without their prefix that it must have, and that it may have.
-        learned: whether it has parameters, which no conversion makes.
-        counts_tokens: whether a token's place in the text counts, and not distances alone.
+        needed, optional: the required and the optional fields, without their prefix.
+        learned: `True` if the pattern has parameters. A conversion does not create them.
+        counts_tokens: `True` if the position of a token in the text matters, and not only distances.
     """
 
     field = "attention_pattern"
@@ -28,25 +29,25 @@ class AttentionPattern(Mechanism, ABC):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check what this pattern alone asks of a configuration, beside its fields.
+        """Check the requirements of this pattern in a configuration, other than its fields.
 
         Args:
             config: a variant configuration.
-            prefix: of the fields of the stack that has it.
+            prefix: the prefix of the fields of the encoder or decoder with the pattern.
 
         Raises:
-            ValueError: for a stack or a host that it is not for, or sizes that do not fit.
+            ValueError: if the architecture or the place does not support the pattern, or if sizes do not fit.
         """
 
     @classmethod
     @abstractmethod
     def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
-        """Return which keys the queries of one attention read: a `Reach`, or what answers as one; None: all.
+        """Return the key range of the queries of one attention: a `Reach`, a similar object, or None for all keys.
 
         Args:
             config: a variant configuration.
-            prefix: of the fields of the attention's stack.
-            heads: of its softmax.
-            layer: its layer in the stack.
-            is_causal: whether a query reads no later key.
+            prefix: the prefix of the fields of the attention's encoder or decoder.
+            heads: the number of softmax heads.
+            layer: the index of the layer in the encoder or decoder.
+            is_causal: `True` if a query does not attend to later keys.
         """

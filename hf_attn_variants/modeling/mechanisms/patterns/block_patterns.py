@@ -1,6 +1,6 @@
-"""Patterns whose keys are too scattered for one slice: which keys a query reads, by positions.
+"""Patterns with scattered keys, which are defined by positions instead of one slice of keys.
 
-Each is a `ScatteredPattern` in a file of its own. Letters as in `softmax_attention`.
+Each pattern is a subclass of `ScatteredPattern` in its own file. The letters are those of `softmax_attention`.
 """
 
 from abc import abstractmethod
@@ -17,37 +17,40 @@ __all__ = ["BlockPattern", "ScatteredPattern"]
 
 
 class BlockPattern(NamedTuple):
-    """The keys that one attention's queries read, as `Reach` says it for windows; queries are the last of the keys."""
+    """The keys that the queries of one attention attend to, with the interface of `Reach`.
+
+    The queries are at the positions of the last keys.
+    """
 
     kind: "type[ScatteredPattern]"
-    block: int  # tokens of a block, or a stride
-    sizes: tuple[int, ...] = ()  # what else its kind has (`ScatteredPattern.sizes`)
-    heads: int = 0  # where the heads share a pattern's two parts out; 0: each has both
+    block: int  # number of tokens in a block, or a stride
+    sizes: tuple[int, ...] = ()  # further sizes of its kind (`ScatteredPattern.sizes`)
+    heads: int = 0  # number of heads that the two parts are divided among; 0: each head has both
     global_tokens: int = 0
     is_causal: bool = False
-    first: torch.Tensor | None = None  # the place of each row's first token, [b]; None: 0
-    blocks: torch.Tensor | None = None  # the blocks of each row's text, [b]; None: all
+    first: torch.Tensor | None = None  # the position of the first token of each row, [b]; None: 0
+    blocks: torch.Tensor | None = None  # the number of blocks in each row, [b]; None: all
 
     @property
     def before(self) -> int:
-        """All keys: a cache keeps everything."""
+        """All keys, because the cache keeps every token."""
         return MAX_SIZE
 
     @property
     def draws(self) -> bool:
-        """Whether blocks are drawn among all of a text's, and not among those before alone."""
+        """Whether blocks are drawn from the whole text, and not only from the blocks before the query."""
         return self.kind.is_drawn and not self.is_causal
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a token's place in the text counts, and not distances alone."""
+        """Whether the position of a token in the text matters, and not only distances."""
         return self.kind.counts_tokens or self.global_tokens > 0
 
     def of_rows(self, mask: torch.Tensor) -> "BlockPattern":
-        """Return the pattern of rows that may be padded.
+        """Return the pattern for rows that may be padded.
 
         Args:
-            mask: of the keys alone, boolean [b, 1, 1 or n, m].
+            mask: the mask of the keys, boolean [b, 1, 1 or n, m].
         """
         first, tokens = text_places(mask[:, 0, 0])
         if not (self.draws or is_traced() or first.any()):
@@ -55,19 +58,22 @@ class BlockPattern(NamedTuple):
         return self._replace(first=first, blocks=-(-tokens // self.block) if self.draws else None)
 
     def keys_read(self, memory: int) -> int:
-        """Return about how many of `memory` keys a query reads, but for those of global tokens, which read all."""
+        """Return approximately how many of `memory` keys a query attends to.
+
+        Queries of global tokens are not counted; they attend to all keys.
+        """
         near, far = self.kind.counted(self, memory)
-        read = -(-(near + far) // 2) if self.heads else near + far  # on the mean of the heads
+        read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
         return min(memory, read + self.global_tokens)
 
     def covers(self, length: int, memory: int) -> bool:
-        """Say whether the last `length` of `memory` positions read all of these (causal: all before them)."""
+        """Check if the last `length` of `memory` positions attend to all positions (causal: to all before them)."""
         return self.kind.covers(self, memory) and not self.heads
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return which of the keys 0 .. m - 1 the queries at positions [n] read, [n, m] or, by head, [h, n, m].
+        """Return which of the keys 0 .. m - 1 the queries at positions [n] attend to, [n, m] or, per head, [h, n, m].
 
-        Of rows that differ (`of_rows`) [b, 1 or h, n, m]; of padding anything may be said.
+        If the rows differ (`of_rows`), the shape is [b, 1 or h, n, m]. The values at padding are undefined.
         """
         if self.first is not None:
             queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
@@ -84,10 +90,10 @@ class BlockPattern(NamedTuple):
 
 
 class ScatteredPattern(AttentionPattern):
-    """A pattern that has one or two parts: near keys and far ones.
+    """A pattern with one or two parts: near keys and far keys.
 
     Class attributes:
-        is_drawn: whether anything of it is drawn for each text.
+        is_drawn: `True` if a part of the pattern is drawn at random for each text.
     """
 
     is_drawn: ClassVar[bool] = False
@@ -106,7 +112,7 @@ class ScatteredPattern(AttentionPattern):
 
     @classmethod
     def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return what the pattern has beside its block; arguments as for `reach`."""
+        """Return the sizes of the pattern other than its block; the arguments are those of `reach`."""
         return ()
 
     @staticmethod
@@ -114,20 +120,20 @@ class ScatteredPattern(AttentionPattern):
     def near_and_far(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return which keys are read, [.., n, m]: near ones, and far ones if there is such a part.
+        """Return the near keys, boolean [.., n, m], and the far keys, or None if the pattern has only one part.
 
         Args:
-            pattern: of the attention.
-            distance: from a key to a query, [.., n, m].
-            queries, keys: their places in the text, [.., n, 1] and [.., 1, m].
+            pattern: the pattern of the attention.
+            distance: the distance from a key to a query, [.., n, m].
+            queries, keys: their positions in the text, [.., n, 1] and [.., 1, m].
         """
 
     @staticmethod
     @abstractmethod
     def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
-        """Return about how many of `memory` keys a query reads, near and far."""
+        """Return approximately how many of `memory` keys a query attends to: near keys and far keys."""
 
     @staticmethod
     def covers(pattern: BlockPattern, memory: int) -> bool:
-        """Say whether each of so many positions reads all of them (causal: all before it)."""
+        """Check if each of `memory` positions attends to all of them (causal: to all before it)."""
         return memory <= pattern.block

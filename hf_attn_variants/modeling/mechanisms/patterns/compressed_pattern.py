@@ -1,8 +1,8 @@
-"""Memory-compressed attention: keys and values shortened by a convolution with a stride (1801.10198, section 4.2.4).
+"""Memory-compressed attention: a strided convolution shortens keys and values (arXiv 1801.10198, section 4.2.4).
 
-Every query reads all n / s of them, which overlap nothing: the convolution is as wide as its stride s. Each key/value
-head has its own. It begins as the mean of s tokens, by which a checkpoint that knows nothing of it loads. Letters as
-in `softmax_attention`.
+Every query attends to all n / s compressed keys. The convolution is as wide as its stride s, so that its inputs do not
+overlap. Each key/value head has its own convolution. It starts as the mean of s tokens, so that checkpoints without
+these parameters can be loaded. The letters are those of `softmax_attention`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["MemoryCompressed", "MemoryCompression", "compressing", "compression_
 
 
 class MemoryCompressed(AttentionPattern):
-    """All keys, a convolution of several tokens each."""
+    """A pattern that attends to all keys after a convolution has combined several tokens into one key."""
 
     name = "memory_compressed"
     paper = ("Generating Wikipedia by summarizing long sequences: memory-compressed attention", "1801.10198")
@@ -32,10 +32,10 @@ class MemoryCompressed(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that several tokens can be read as one.
+        """Check that the attention is not in a decoder, because several tokens are combined into one key.
 
         Raises:
-            ValueError: in a decoder.
+            ValueError: if the attention is in a decoder.
         """
         is_decoder = getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_pattern")
         if is_decoder and not prefix:
@@ -46,18 +46,18 @@ class MemoryCompressed(AttentionPattern):
 
     @classmethod
     def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
-        """Return None: all of the fewer keys are read."""
+        """Return None, because a query attends to all compressed keys."""
         return None
 
 
 class MemoryCompression(nn.Module):
-    """The two convolutions of an attention.
+    """The convolutions of the keys and values of an attention.
 
     Args:
-        key_heads, value_heads: k, and the heads of the values.
+        key_heads, value_heads: k, and the number of value heads.
         head_dim, value_dim: d and d_v.
         stride: s.
-        like: a tensor with their dtype and device.
+        like: a tensor with the dtype and device of the parameters.
     """
 
     def __init__(
@@ -66,35 +66,38 @@ class MemoryCompression(nn.Module):
         super().__init__()
         self.stride = stride
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        # [heads, s d, d] or [heads, s d_v, d_v]: of s tokens beside each other one.
+        # [heads, s d, d] or [heads, s d_v, d_v]: s adjacent tokens become one.
         self.key_conv = nn.Parameter(torch.empty(key_heads, stride * head_dim, head_dim, **options))
         self.value_conv = nn.Parameter(torch.empty(value_heads, stride * value_dim, value_dim, **options))
 
     def init_projections(self) -> None:
-        """Let each begin as the mean."""
+        """Initialize each convolution as the mean."""
         for conv in (self.key_conv, self.value_conv):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
     def keys_read(self, memory: int) -> int:
-        """Return how many keys `memory` tokens become."""
+        """Return the number of compressed keys of `memory` tokens."""
         return -(-memory // self.stride)
 
     def flops(self) -> tuple[int, int]:
-        """Return the floating-point operations of a token of the memory, and of a token that asks."""
+        """Return the floating-point operations per key token, and per query token."""
         return 2 * (self.key_conv.numel() + self.value_conv.numel()) // self.stride, 0
 
     def forward(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return keys [b, k, m / s, d] and values of [b, k, m, d], the last of what is left over, and their mask.
+        """Return the compressed keys [b, k, m / s, d], the compressed values and their mask.
+
+        If m is not a multiple of s, the last key covers fewer tokens.
 
         Args:
-            key, value: of all tokens; those that are padding count as zeros.
-            mask: of tokens, boolean [b, 1, 1 or n, m]; None = there is no padding. One of s is enough to be read.
+            key, value: the keys and values of all tokens. Padding counts as zeros.
+            mask: the tokens that are not padding, boolean [b, 1, 1 or n, m]; None means that there is no padding. A
+                compressed key is masked only if all of its s tokens are padding.
 
         Raises:
-            ValueError: for a mask that is added, or that says for each query what it reads.
+            ValueError: if the mask is additive or differs between queries.
         """
         if mask is not None:
             if not is_of_keys(mask):
@@ -115,7 +118,7 @@ class MemoryCompression(nn.Module):
 
 
 def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
-    """Return the compression of an attention with these `AttentionHeads`, in its weights' dtype; None: it has none."""
+    """Return the compression of an attention with these `AttentionHeads` in the dtype of its weights, or None."""
     prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None
@@ -125,11 +128,11 @@ def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> Mem
 
 
 def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function behind upstream's interface that shortens keys and values where a module does."""
+    """Return an attention function that compresses keys and values first if the attention module has a compression."""
 
     @wraps(attend)
     def forward(
-        module: Any,  # a `VariantAttention`, which is made of what is here
+        module: Any,  # a `VariantAttention`; its import would be circular
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -1,6 +1,7 @@
-"""The own block, of which every r-th token is read (LongNet, arXiv 2307.02486, section 3.1).
+"""Attention to every r-th token of the same block (LongNet, arXiv 2307.02486, section 3.1).
 
-LongNet gives each head the queries of one phase. Here each query has its own phase, so that all are answered.
+In LongNet, each head has the queries of one phase. Here each query has its own phase, so that all queries have
+outputs.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ __all__ = ["DilatedBlocks"]
 
 
 class DilatedBlocks(ScatteredPattern):
-    """Size: r, the step from one token that is read to the next."""
+    """A pattern with dilated blocks. Its size is r, the step between two attended tokens."""
 
     name = "dilated_blocks"
     paper = ("LongNet: dilated blocks", "2307.02486")
@@ -29,16 +30,16 @@ class DilatedBlocks(ScatteredPattern):
     def near_and_far(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return those of the own block a multiple of r away; see `ScatteredPattern.near_and_far`."""
+        """Return the keys of the same block at multiples of r; see `ScatteredPattern.near_and_far`."""
         (step,) = pattern.sizes
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
 
     @staticmethod
     def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
-        """Return every r-th token of a block."""
+        """Return the number of attended tokens in a block."""
         return -(-pattern.block // pattern.sizes[0]), 0
 
     @staticmethod
     def covers(pattern: BlockPattern, memory: int) -> bool:
-        """Say whether each position reads all: one does."""
+        """Check if each position attends to all positions, which is true only for one position."""
         return memory <= 1

@@ -1,8 +1,9 @@
-"""Global tokens anywhere in a text, by `global_attention_mask` (Longformer's name): in front of it once more.
+"""Global tokens at any position, selected by `global_attention_mask` (the name in Longformer).
 
-Blocks know global tokens by their place, the first ones. So queries, keys and values of the marked tokens are put in
-front of all others; where they stood, no key is read, and outputs are replaced by those of the front. Distances among
-the others stay. Letters as in `softmax_attention`; G the most global tokens of a row.
+The block code expects global tokens at the first positions. The queries, keys and values of the selected tokens are
+therefore copied to the front. Their original keys are masked, and their outputs are replaced by those of the copies.
+Distances between the other tokens do not change. The letters are those of `softmax_attention`; G is the largest number
+of global tokens in a row.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,17 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
     """Check the `global_attention_mask` of a call, if it has one.
 
     Args:
-        module: the attention.
-        states: the inputs of its queries [b, n, size].
-        kwargs: the call's arguments.
+        module: the attention module.
+        states: the inputs of the query projection [b, n, size].
+        kwargs: the arguments of the call.
 
     Raises:
-        ValueError: if its shape is not that of the tokens, or the attention has a bias by distance.
+        ValueError: if the shape of the mask is not [b, n], or if the attention has a relative position bias.
     """
     mask = kwargs.get(MASK)
     if mask is None:
         return
-    if module.reach is None or module.reach.is_causal:  # a decoder's attentions, which have no global tokens
+    if module.reach is None or module.reach.is_causal:  # attention without global tokens, as in a decoder
         return
     if hasattr(module, "has_relative_attention_bias"):
         raise ValueError(f"`{MASK}` is for models without a bias by distance: use `encoder_num_global_tokens`.")
@@ -43,7 +44,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
 
 
 def global_tokens_of(reach: Reach | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return which tokens of a call are global, [b, n], by its mask and as the first ones; None without a mask."""
+    """Return the global tokens of a call, boolean [b, n], from its mask and the first positions, or None without a mask."""
     mask = kwargs.get(MASK)
     if mask is None or reach is None or reach.is_causal:
         return None
@@ -57,17 +58,17 @@ def with_global_tokens_first(
     mask: torch.Tensor | None,
     is_global: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h_v, d_v] of attention in windows whose global tokens are anywhere.
+    """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
 
     Args:
-        attend: a function of query, key, value, mask and, by name, reach.
-        reach: of the attention.
-        states: query [b, h_k, n, d], key [b, k, n, d] and value.
-        mask: boolean, of keys alone [b, 1, 1 or n, n].
+        attend: a function of query, key, value and mask, with the keyword argument `reach`.
+        reach: the key range of the attention.
+        states: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
+        mask: the mask of the keys, boolean [b, 1, 1 or n, n], or None.
         is_global: [b, n].
     """
     most = int(is_global.sum(1).max())
-    order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the text's order
+    order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the order of the text
 
     def in_front(tensor: torch.Tensor) -> torch.Tensor:
         index = order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])

@@ -1,4 +1,4 @@
-"""The patterns there are: a row each. Their names are known without torch, for the flags of commands."""
+"""Table of the attention patterns. It does not import torch, because the commands create flags from these names."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -38,18 +38,18 @@ def pattern_class(name: str) -> "type[AttentionPattern]":
 
 
 def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
-    """Say whether an attention of this configuration has a pattern.
+    """Check if any attention of this configuration has a pattern.
 
     Args:
-        config: any.
-        is_causal: of a decoder's self-attention alone; None = any.
+        config: any configuration.
+        is_causal: if `True`, consider only the self-attention of a decoder; None considers all attentions.
     """
     names = [f"{prefix}attention_pattern" for prefix in pattern_prefixes(config)]
     return any(getattr(config, name, None) is not None for name in (names[:1] if is_causal else names))
 
 
 def takes_global_mask(config: Any) -> bool:
-    """Say whether a model of this configuration is an encoder that takes a `global_attention_mask`."""
+    """Check if a model of this configuration is an encoder that accepts a `global_attention_mask`."""
     pattern = getattr(config, "attention_pattern", None)
     if pattern is None or config.is_encoder_decoder or hasattr(config, "relative_attention_num_buckets"):
         return False
@@ -57,5 +57,5 @@ def takes_global_mask(config: Any) -> bool:
 
 
 def pattern_prefixes(config: Any) -> tuple[str, ...]:
-    """Return what the fields of each stack's pattern begin with."""
+    """Return the prefixes of the pattern fields of the encoder and decoder."""
     return ("", "encoder_") if hasattr(config, "encoder_attention_pattern") else ("",)

@@ -1,7 +1,8 @@
-"""Attention to scattered keys, a block of queries at a time: what any of them reads is gathered, the rest left out.
+"""Attention to scattered keys, one block of queries at a time.
 
-No mask of n x m is made, and the backward pass makes each block again. What a block costs is what its queries read
-together; the pattern itself is asked for every key, a comparison or two each.
+Each block gathers the keys that any of its queries attends to and ignores the other keys. There is no mask of size
+n x m, and the backward pass recomputes each block. The cost of a block depends on the number of gathered keys. The
+pattern is evaluated for every key, which takes one or two comparisons each.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,19 @@ from .block_patterns import BlockPattern
 
 __all__ = ["attend_in_blocks", "gathers"]
 
-# Queries of a block; and keys from which on blocks serve, below which one mask of all is faster.
+# The number of queries per block, and the length from which blocks are used. One mask is faster for shorter texts.
 GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 
 
 def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Say whether a call is of a pattern and computed in blocks; a mask must be of keys alone, and boolean."""
+    """Check if a call has a scattered pattern and is computed in blocks.
+
+    The mask must be boolean and equal for all queries.
+    """
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
     length, memory = query.shape[2], key.shape[2]
-    # Keys before an encoder's queries, such as peft's prefixes, are refused where masks are made.
+    # Mask creation raises an error for keys before the queries of an encoder, such as the prefixes of peft.
     if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == memory):
         return False
     by_key = mask is None or is_of_keys(mask)
@@ -43,10 +47,10 @@ def attend_in_blocks(
     """Return the outputs [b, n, h_v, d_v] of attention to the keys of a pattern.
 
     Args:
-        attend: a function of query, key, value, mask and position bias, which may return the weights as well.
-        pattern: says which keys are read (`BlockPattern`).
-        states: query [b, h_k, n, d], key [b, k, m, d] and value.
-        mask: boolean, of keys alone [b, 1, 1 or n, m or more]; of its keys the last m count.
+        attend: a function of query, key, value, mask and position bias. It may also return the weights.
+        pattern: the pattern that selects the keys (`BlockPattern`).
+        states: the query [b, h_k, n, d], the key [b, k, m, d] and the value.
+        mask: the mask of the keys, boolean [b, 1, 1 or n, m or more]; only the last m keys are used.
         table: the bias by distance (`relative_bias`).
     """
     query, key, value = states
@@ -69,7 +73,7 @@ def attend_in_blocks(
 
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
     outputs = []
-    # The first block ends where the pattern's own does: after a cache, queries begin in the midst of one.
+    # The first block ends with a block of the pattern, because queries after a cache may start inside a block.
     begin, end = 0, rows - (memory - length) % rows
     while begin < length:
         arguments = (query[:, :, begin:end], key, value, table, begin)

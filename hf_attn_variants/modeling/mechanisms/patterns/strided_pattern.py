@@ -1,4 +1,4 @@
-"""The last tokens, and every l-th before them (Sparse Transformer, arXiv 1904.10509, section 4.3)."""
+"""Attention to the last l tokens and to every l-th token before them (arXiv 1904.10509, section 4.3)."""
 
 import torch
 
@@ -8,7 +8,10 @@ __all__ = ["Strided"]
 
 
 class Strided(ScatteredPattern):
-    """Its block is the stride l. The two parts may be of half of the heads each."""
+    """A pattern with near and strided keys. Its block is the stride l.
+
+    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    """
 
     name = "strided"
     paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
@@ -20,10 +23,10 @@ class Strided(ScatteredPattern):
     def near_and_far(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return those within a stride, and those a multiple of it away; see `ScatteredPattern.near_and_far`."""
+        """Return the keys within a stride, and those at a multiple of it; see `ScatteredPattern.near_and_far`."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
     def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
-        """Return the tokens within a stride, and one of each."""
+        """Return the number of keys within a stride, and one key per stride."""
         return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-memory // pattern.block)

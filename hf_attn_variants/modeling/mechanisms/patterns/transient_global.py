@@ -1,11 +1,13 @@
-"""Transient-global attention of T5's encoder (LongT5, arXiv 2112.07916, section 3.1.2).
+"""Transient-global attention of the encoder of T5 (LongT5, arXiv 2112.07916, section 3.1.2).
 
-A token reads those within a window and one summary of each block of the whole text: the sum of the block's inputs,
-normed, as if it were one more input. Summaries have a bias of their own, by distance in blocks; they ask nothing
-themselves, and every layer makes them again. What is left over of a text, no whole block, is summed with the last one.
+A token attends to the tokens within a window and to one summary of each block of the text. A summary is the normalized
+sum of the inputs of its block and is used as an additional input. Summaries have their own bias, by distance in
+blocks. They are not queries, and every layer computes them again. The tokens after the last whole block belong to that
+block.
 
-A block of queries is computed at a time, and again in the backward pass: no tensor has n x n numbers, the summaries'
-logits are n x n / l. Letters as in `softmax_attention`; G summaries, l tokens of a block.
+The code computes one block of queries at a time and recomputes it in the backward pass. No tensor has n x n elements,
+but the logits of the summaries have n x n / l. The letters are those of `softmax_attention`; G is the number of
+summaries and l the number of tokens per block.
 """
 
 from collections.abc import Callable
@@ -33,11 +35,11 @@ check_method(
 
 __all__ = ["SummingAttention", "add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
 
-SUMMARY_ROWS = 128  # queries of a block
+SUMMARY_ROWS = 128  # number of queries per block
 
 
 class SummingAttention(VariantAttention):
-    """What is read here of an attention of T5's encoder. For type checkers, as its base."""
+    """The attributes of an attention of the encoder of T5 that this module uses, for type checkers."""
 
     k: nn.Linear
     v: nn.Linear
@@ -55,19 +57,19 @@ class _Summaries(NamedTuple):
 
     key: torch.Tensor  # [b, k, G, d]
     value: torch.Tensor
-    read: torch.Tensor  # [b, 1, 1, G]: there is a token in it
-    blocks: torch.Tensor  # [b, n]: of each token
+    read: torch.Tensor  # [b, 1, 1, G]: the block has a token
+    blocks: torch.Tensor  # [b, n]: the block of each token
 
 
 def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
-    """Give an attention of T5's encoder the summaries' norm and, where it makes the bias by distance, theirs.
+    """Add the norm of the summaries to an attention of the encoder of T5.
 
-    They are called as LongT5's are.
+    If the attention computes the position bias, add the bias of the summaries as well. The names are those of LongT5.
 
     Args:
-        module: the attention.
-        config: the model's.
-        heads: h, of the softmax.
+        module: the attention module.
+        config: the configuration of the model.
+        heads: h, the number of softmax heads.
     """
     like = next(module.parameters())
     norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
@@ -79,20 +81,23 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
 
 
 def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the block of each token [b, n]; -1 where `real` [b, n] is False, and in a text shorter than a block."""
+    """Return the block of each token, [b, n], or -1 for tokens without a block.
+
+    A token has no block if `real` [b, n] is False, or if the text is shorter than a block.
+    """
     places = torch.arange(real.shape[1], device=real.device)
     ends = real & (places % block == block - 1)
-    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last whole one
+    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last whole block
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
 def summary_table(module: SummingAttention, length: int, device: torch.device) -> torch.Tensor:
-    """Return the summaries' bias [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1) on; of G = 0 without numbers.
+    """Return the bias of the summaries [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1); it is empty if G = 0.
 
     Args:
-        module: the attention that makes it.
-        length: n, of the text.
-        device: of the inputs. Weights that accelerate has offloaded are on another one between calls.
+        module: the attention module that computes the bias.
+        length: n, the length of the text.
+        device: the device of the inputs. Between calls, weights that Accelerate offloads are on a different device.
     """
     count = length // module.reach.block
     distance = torch.arange(1 - count, max(count, 1 - count), device=device)
@@ -113,19 +118,20 @@ def attend_with_summaries(
     """Attend to near tokens and to summaries.
 
     Args:
-        module: the attention, whose `reach` is a `TransientGlobal`.
+        module: the attention module, whose `reach` is a `TransientGlobal`.
         states: the inputs [b, n, D].
-        operands: query [b, h_k, n, d], key [b, k, n, d] and value.
-        mask: of padding, boolean [b, 1, 1 or n, n], or None.
-        tables: the tokens' bias by distance [1, h, 1, 2 n - 1], and behind it the summaries' (`summary_table`).
-        dropout: the probability that a weight is dropped.
+        operands: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
+        mask: the padding mask, boolean [b, 1, 1 or n, n], or None.
+        tables: the bias of the tokens by distance [1, h, 1, 2 n - 1], followed by that of the summaries
+            (`summary_table`).
+        dropout: the dropout probability of the weights.
         kwargs: further arguments of the call.
 
     Returns:
-        The outputs [b, n, h_v, d_v], and where they are asked for the weights [b, h_v, n, G + n], summaries first.
+        The outputs [b, n, h_v, d_v] and, if requested, the weights [b, h_v, n, G + n], with the summaries first.
 
     Raises:
-        ValueError: for a mask that is added, or that says for each query what it reads.
+        ValueError: if the mask is additive or differs between queries.
     """
     if mask is not None and not is_of_keys(mask):
         raise ValueError(
@@ -172,7 +178,7 @@ def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.
     batch, length, width = states.shape
     block, count = module.reach.block, length // module.reach.block
     blocks = blocks_of_tokens(real, block)
-    places = torch.where(blocks < 0, count, blocks)  # those without a summary behind all that there are
+    places = torch.where(blocks < 0, count, blocks)  # tokens without a summary go to an additional last block
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
     normed = module.global_input_layer_norm(sums[:, :count])

@@ -1,4 +1,4 @@
-"""Transient-global attention of T5's encoder: fields and checks (arXiv 2112.07916); `transient_global` computes it."""
+"""Fields and checks of the transient-global attention of T5 (arXiv 2112.07916); `transient_global` computes it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["TransientPattern"]
 
 
 class TransientPattern(AttentionPattern):
-    """Near tokens and a summary of each block."""
+    """A pattern with near tokens and a summary of each block."""
 
     name = "transient_global"
     paper = ("LongT5: transient global tokens", "2112.07916")
@@ -18,10 +18,10 @@ class TransientPattern(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that the stack is T5's encoder.
+        """Check that the pattern belongs to the encoder of T5.
 
         Raises:
-            ValueError: if it is another.
+            ValueError: if it does not.
         """
         if not (prefix and config.makes_summaries):
             raise ValueError(
@@ -31,7 +31,7 @@ class TransientPattern(AttentionPattern):
 
     @classmethod
     def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
-        """Return the radius and the block; see `AttentionPattern.reach`."""
+        """Return the radius and the block size; see `AttentionPattern.reach`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
         return TransientGlobal(MAX_SIZE if window is None else window // 2, block)

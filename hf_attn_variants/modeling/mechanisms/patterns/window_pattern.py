@@ -1,6 +1,6 @@
-"""Sliding windows: each token reads those near it (Longformer, arXiv 2004.05150, section 3.1).
+"""Sliding-window attention (Longformer, arXiv 2004.05150, section 3.1).
 
-The first `num_global_tokens` read everything and are read by everything (section 3.1, "Global Attention").
+The first `num_global_tokens` attend to all tokens, and all tokens attend to them (section 3.1, "Global Attention").
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["SlidingWindow"]
 
 
 class SlidingWindow(AttentionPattern):
-    """Half of the window on each side of a token; where causal the token and those before it."""
+    """A window with one half on each side of a token; a causal window contains the token and those before it."""
 
     name = "sliding_window"
     paper = ("Longformer: sliding windows and global tokens", "2004.05150")
