@@ -1,4 +1,7 @@
-"""What makes upstream's attention a variant: a mixin for its classes. Letters as in `softmax_attention`."""
+"""A mixin that turns an attention class of Transformers into a variant.
+
+The letters for the sizes are those of `softmax_attention`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ with known_imports():
 __all__ = ["AttentionVariantMixin"]
 
 
-# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+# The mixin becomes a module only together with a class of Transformers. Only the type checker sees it as one here.
 if TYPE_CHECKING:
     _Attention = VariantAttention
 else:
@@ -32,13 +35,15 @@ else:
 
 
 class AttentionVariantMixin(_Attention):
-    """What a variant attention adds to upstream's attention class; listed before it among the bases.
+    """A mixin with the additions of a variant to an attention class of Transformers.
+
+    It comes before the class of Transformers in the list of base classes.
 
     Class attributes:
-        roles: the arguments of upstream's forward that ours reads (`upstream.ROLES`).
-        returns: how many values it returns.
-        upstream_attributes: what our code reads of upstream's module, its linear maps apart.
-        arguments: those of upstream's forward by role; made for each class.
+        roles: the arguments of the original `forward` that the variant reads (`upstream.ROLES`).
+        returns: the number of values that `forward` returns.
+        upstream_attributes: the attributes of the original module that the variant reads, except its linear layers.
+        arguments: the arguments of the original `forward` by role. Each class gets its own.
     """
 
     roles: tuple[str, ...] = ()
@@ -54,18 +59,18 @@ class AttentionVariantMixin(_Attention):
             check_attention_function(owner)
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Note the head counts and add the talking-heads parameters; the model initialises them.
+        """Store the head counts and add the talking-heads parameters. The model initializes them later.
 
         Args:
-            config: the model's.
-            heads: the attention's head counts, the rank of its latent, and how its heads talk.
-            query_dim: the size of the inputs that queries are made from.
-            memory_dim: the size of the memory-side inputs as the attention gets them.
+            config: the configuration of the model.
+            heads: the head counts, the rank of the latent and the talking-heads settings of the attention.
+            query_dim: the size of the inputs of the query projection.
+            memory_dim: the size of the inputs on the key side, as the attention receives them.
         """
         check_attributes(self, ("config", *self.upstream_attributes))
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
-        # Upstream takes values to be as wide as keys.
+        # Transformers assumes that values are as wide as keys.
         self.projects_itself = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
         shapes = projection_shapes(heads, query_dim, memory_dim) if heads.talking is not None else {}
@@ -74,24 +79,24 @@ class AttentionVariantMixin(_Attention):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
         if shapes:
-            # Upstream has initialised this module already; the new parameters have not been.
+            # Transformers has already initialized this module, but not the new parameters.
             self._is_hf_initialized = False
         self.settle_implementation()
 
     def settle_implementation(self) -> None:
-        """Note which attention implementation the configuration names, once it is seen to fit this attention.
+        """Check and store the attention implementation that the configuration names.
 
-        `variant_inputs` asks again only where somebody has written another name into the configuration since.
+        `variant_inputs` repeats the check only if the name in the configuration has changed.
 
         Raises:
-            ValueError: where the implementation cannot compute talking heads or a pattern.
+            ValueError: if the implementation cannot compute talking heads or a pattern.
         """
         implementation = implementation_of(self)
         check_implementation(self.config, implementation)
         self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
     def extra_repr(self) -> str:
-        """Return what printing a model shows of its attentions: their heads, and the mechanisms that they have."""
+        """Return the text that a printed model shows for this attention: its heads and its mechanisms."""
         heads, pattern = self.heads, getattr(self.reach, "kind", self.reach)
         shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
@@ -99,7 +104,7 @@ class AttentionVariantMixin(_Attention):
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
     def init_projections(self) -> None:
-        """Initialise the talking-heads parameters as `talking_heads_init` says."""
+        """Initialize the talking-heads parameters by the rule in `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)
             std = projection_std(name, parameter.shape, self.heads.talking_init)
@@ -111,19 +116,19 @@ class AttentionVariantMixin(_Attention):
     def variant_inputs(
         self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what the attention function is to know of one call beside its operands; check what it asks for.
+        """Check one call and return the additional keyword arguments for the attention function.
 
         Args:
-            states: the query-side inputs x [b, n, query size].
-            memory: the memory-side inputs [b, m, memory size]; None for self-attention, where they are `states`.
+            states: the inputs on the query side, x [b, n, query size].
+            memory: the inputs on the key side [b, m, key input size]. None for self-attention, which uses `states`.
             cache: the cache that this call reads and writes, if any.
-            kwargs: the call's further arguments.
+            kwargs: the other arguments of the call.
 
         Returns:
-            The terms of P_l and P_w by name, [b, n or m, heads in, heads out]; of a kernel, where it keeps states.
+            The terms of P_l and P_w by name, [b, n or m, heads in, heads out]. For a kernel, the cache of its states.
 
         Raises:
-            ValueError: where the attention implementation or the cache cannot do what the variant needs.
+            ValueError: if the attention implementation or the cache does not support the variant.
         """
         if implementation_of(self) != self.implementation:
             self.settle_implementation()
@@ -159,13 +164,13 @@ class AttentionVariantMixin(_Attention):
         cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of all heads [b, n, h_v d_v], and the weights if asked for.
+        """Return the outputs of all heads [b, n, h_v d_v], and the weights if the call requests them.
 
-        In the place of upstream's forward, for an attention that `projects_itself`: with a latent, or with values of
-        another size than keys.
+        This method replaces the original `forward` if `projects_itself` is true. The attention then has a latent, or
+        its values and keys differ in size.
 
         Args:
-            maps: those of queries, keys and values.
+            maps: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
             dropout: the probability that a weight is dropped in training.
             states, memory, cache: as for `latent_of` and `keys_and_values_of`.
@@ -185,12 +190,12 @@ class AttentionVariantMixin(_Attention):
     def keys_and_values_of(
         self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, memory: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys [b, k, m, d] and values [b, k, m, d_v], those in the cache before those of this call.
+        """Return the keys [b, k, m, d] and values [b, k, m, d_v]: first those in the cache, then those of this call.
 
         Args:
-            maps: those of keys and of values.
+            maps: the linear layers of the keys and of the values.
             states: the inputs of self-attention [b, n, D].
-            memory: those of cross-attention, whose keys and values are made once; else None.
+            memory: the inputs of cross-attention, or None. Their keys and values are computed once.
             cache: the cache that this call reads and writes, if any.
         """
         is_cross_attention = memory is not None
@@ -199,7 +204,7 @@ class AttentionVariantMixin(_Attention):
             seen = cache.is_updated if is_cross_attention else seen
             cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
         if seen and seen.get(self.layer_idx):
-            # The memory does not change between decoding steps.
+            # The encoder outputs do not change between decoding steps.
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         memory = states if memory is None else memory
         key, value = keys_and_values(memory, maps, self.heads.head_dim, self.heads.value_dim)
@@ -209,11 +214,11 @@ class AttentionVariantMixin(_Attention):
         return key, value
 
     def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it.
+        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that holds it.
 
         Args:
             states: the inputs of self-attention [b, n, D].
-            memory: those of cross-attention, the latent that `MakesCrossLatent` has made of them; else None.
+            memory: the latent that `MakesCrossLatent` has computed from the encoder outputs. None in self-attention.
             cache: the cache that this call reads and writes, if any.
         """
         if memory is not None:
@@ -221,12 +226,12 @@ class AttentionVariantMixin(_Attention):
         return self.own_latent(states, cache), None
 
     def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
+        """Return the latent c [b, 1, m, r] of self-attention: the cached part, then that of the inputs [b, n, D].
 
-        The cache's keys are c, its values have no width.
+        The cache stores c as its keys. Its values have width 0.
 
         Raises:
-            ValueError: for a cache that keeps something else (keys and values, such as a prefix of peft's).
+            ValueError: if the cache holds anything else, for example the keys and values of a prefix of peft.
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]

@@ -1,4 +1,4 @@
-"""Where the attentions of an architecture live, what they are and how many heads each has: declared once, as sites."""
+"""Declarations of the attention modules of an architecture: their paths, their kinds and their numbers of heads."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ __all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
 
 
 class Projections(TypedDict):
-    """The paths of an attention's linear maps, relative to its module."""
+    """The paths of the linear layers of an attention, relative to its module."""
 
     query: str
     key: str
@@ -29,22 +29,23 @@ class Projections(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """Where one kind of attention lives in an architecture, what it is and what its projections are called.
+    """One kind of attention module of an architecture, with the names of its projections.
 
     Args:
-        name: for reports: "self", "cross", "encoder", "decoder".
-        module: a regular expression for the attention's module path inside the base model; its groups number layers.
-        query, key, value, output: the paths of its linear maps, relative to that module.
+        name: the name in reports: "self", "cross", "encoder" or "decoder".
+        module: a regular expression for the path of the attention module inside the base model. Its groups capture
+            the layer numbers.
+        query, key, value, output: the paths of the linear layers, relative to the attention module.
         core: the relative path of the submodule that calls the attention function and holds the talking-heads
-            projections ("" = the module itself).
-        stack: of an encoder-decoder, "encoder" or "decoder"; None = the model's only one, which is a decoder where
-            `is_decoder` of the configuration says so.
-        is_cross_attention: whether its keys and values are made from the encoder's outputs.
-        kv_heads_field: the configuration field with its number of key/value heads.
-        rank_field: the configuration field with the rank of its latent; None = it cannot have one.
-        latent: the path of the linear map that makes the latent, relative to the module; where the attentions of all
-            layers share one, relative to the base model.
-        shares_latent: whether they do.
+            projections ("" = the attention module itself).
+        stack: "encoder" or "decoder" in an encoder-decoder. None = the only stack of the model, which is a decoder if
+            `is_decoder` of the configuration is true.
+        is_cross_attention: True if the keys and values are computed from the encoder outputs.
+        kv_heads_field: the configuration field with the number of key/value heads.
+        rank_field: the configuration field with the rank of the latent. None = the attention does not support latents.
+        latent: the path of the linear layer that computes the latent, relative to the attention module. It is
+            relative to the base model if `shares_latent` is true.
+        shares_latent: True if the attention modules of all layers share one latent.
     """
 
     name: str
@@ -63,25 +64,25 @@ class AttentionSite:
 
     @property
     def projections(self) -> dict[str, str]:
-        """The paths of its linear maps by their role: "query", "key", "value", "output"."""
+        """The paths of the linear layers by their role: "query", "key", "value" and "output"."""
         return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
 
     @property
     def stack_prefix(self) -> str:
-        """What the names of its stack's fields begin with: "encoder_" in an encoder-decoder's encoder, else ""."""
+        """The prefix of the fields of the stack: "encoder_" in the encoder of an encoder-decoder, otherwise ""."""
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
     @property
     def place_prefix(self) -> str:
-        """What the names of its place's fields begin with: "cross_" for cross-attention, else its stack's prefix."""
+        """The prefix of the per-place fields: "cross_" for cross-attention, otherwise the prefix of the stack."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
     def stack_of(self, config: Any) -> str:
-        """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
+        """Return the stack that contains the attention in a model of this configuration, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
     def heads(self, config: Any, path: str) -> AttentionHeads:
-        """Return the heads that a configuration gives the attention at this path, its rank and how its heads talk."""
+        """Return the head counts, the rank and the talking-heads settings of the attention at this path."""
         layer = self.layer(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
         talking = config.talking_heads_of(self.place_prefix, layer)
@@ -92,44 +93,47 @@ class AttentionSite:
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
     def reach(self, config: Any, path: str, is_causal: bool) -> Any:
-        """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
+        """Return the key range of the attention at this path, or None if it has no pattern and reads all keys.
 
         Args:
             config: a variant configuration.
-            path: the attention's.
-            is_causal: whether its queries read no later keys.
+            path: the path of the attention module.
+            is_causal: True if the queries do not read later keys.
         """
         prefix, layer = self.stack_prefix, self.layer(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # A layer with a softmax in a stack with kernels: masks are of padding alone there, so the layer itself
-            # leaves out later keys.
+            # This is a softmax layer in a stack with kernels. Masks cover only padding there, so the layer itself
+            # must leave out later keys.
             return None if self.kernel(config, path, is_causal) is not None else Reach.of(None, 1, 0, is_causal)
         if self.is_cross_attention or pattern is None:
             return None
         return pattern_class(pattern).reach(config, prefix, self.heads(config, path).softmax, layer, is_causal)
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
-        """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
+        """Return the kernel of the attention at this path, or None for a softmax.
+
+        The arguments are those of `reach`.
+        """
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
         return kernel_of(config, self.place_prefix, head_dim, path, is_causal, self.layer(config, path))
 
     def layer(self, config: Any, path: str) -> int:
-        """Return the layer that the attention at this path is in: the numbers that `module` has groups for.
+        """Return the number of the layer that contains the attention at this path.
 
-        Of two (a group of ALBERT, and the layer in it) the second counts within the first.
+        The groups of `module` capture it. ALBERT has two numbers: a group of layers, and a layer inside this group.
         """
-        match: Any = re.fullmatch(self.module, path)  # a site is asked for paths that it has found
+        match: Any = re.fullmatch(self.module, path)  # callers pass only paths that match
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
     def latent_path(self, path: str) -> str:
-        """Return the path inside the base model of the map that makes the latent of the attention at this path."""
+        """Return the path, inside the base model, of the linear layer that computes the latent of this attention."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
     def latent_map(self, base_model: nn.Module, path: str) -> nn.Module | None:
-        """Return the map that makes the latent of the attention at this path, if it has one."""
+        """Return the linear layer that computes the latent of the attention at this path, or None without a latent."""
         if self.rank_field is None:
             return None
         owner, _, name = self.latent_path(path).rpartition(".")
@@ -137,9 +141,9 @@ class AttentionSite:
 
 
 def sites_root(model: PreTrainedModel) -> nn.Module:
-    """Return the module that paths of sites begin at: the base model.
+    """Return the module that the paths of attention modules start from: the base model.
 
-    Of an encoder or decoder that is built alone (`stack_name` says which) it is one that holds it by that name.
+    For an encoder or decoder that is built by itself, return a new module that holds it under its `stack_name`.
     """
     name = getattr(model, "stack_name", None)
     if name is None or model.base_model is not model:
@@ -152,7 +156,10 @@ def sites_root(model: PreTrainedModel) -> nn.Module:
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model."""
+    """Yield the site, the path inside the base model and the module of each attention.
+
+    The model is a variant or a model of Transformers.
+    """
     for path, module in sites_root(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):

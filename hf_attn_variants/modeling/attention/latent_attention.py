@@ -1,16 +1,16 @@
-"""Latent attention: keys and values made from a latent of the memory, which is all that a cache keeps.
+"""Latent attention: the keys and values are computed from a latent per token, and the cache stores only the latent.
 
-Of the memory y [b, m, D] the latent is c = A y [b, m, r]; where r = D it is y itself, and there is no A. One attention
-in two forms, with W_k,i, W_v,i the maps of head i, q_i its queries and P_i its weights:
+The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself and A does not exist. The
+attention has two equal forms. W_k,i and W_v,i are the projections of head i, q_i its queries and P_i its weights:
 
-    expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then attention as ever
+    expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then standard attention
     absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
 
-The absorbed form is multi-query attention whose one key and value head is c: nothing of the memory's length is
-projected. b_k,i adds the same number to all logits of a query, which a softmax does not see.
+The absorbed form is multi-query attention with c as its only key and value head. It projects nothing of length m. The
+bias b_k,i adds the same number to all logits of a query, and a softmax does not change with it.
 
-Sources: MLA, arXiv 2405.04434, section 2.1.2 and appendix C; with r = D slim attention, 2503.05840. Letters as in
-`softmax_attention`.
+Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attention for r = D (arXiv 2503.05840). The
+letters are those of `softmax_attention`.
 """
 
 from typing import Any
@@ -45,16 +45,17 @@ __all__ = [
     "shared_latent",
 ]
 
-# The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
+# The attribute of a cache layer with the keys and values of a short latent: {layer: (c, K, V, version of c)}.
 EXPANDED = "_expanded_latents"
-# A value's bias is multiplied by the row sums of the weights, which are made for that, of at most so many queries.
+# The bias of the values is multiplied by the row sums of the weights. The absorbed form computes the weights for these
+# sums only if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
 class LatentLayer(SharedRows, DynamicLayer):
-    """The layer of a dynamic cache that keeps a latent [b, 1, m, r] as it is, where `update` copies it.
+    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without the copy that `update` makes.
 
-    It may be the encoder's outputs themselves, which other callers read as well: nothing writes into it.
+    The latent may be the encoder outputs themselves. Nothing may write into it, because other callers read it too.
     """
 
     def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
@@ -64,27 +65,27 @@ class LatentLayer(SharedRows, DynamicLayer):
         self.keys, self.values = latent, latent[..., :0]
 
     def reset(self) -> None:
-        """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
+        """Release the latent. The method of Transformers before 5.23 would overwrite it with zeros."""
         self.keys = self.values = None
         self.is_initialized, self.beams = False, 1
         vars(self).pop(EXPANDED, None)
 
 
 class SharedLatentLayer(DynamicLayer):
-    """The layer of a cache that shows the latent of the first layer, so that the latent is reordered once for all."""
+    """A cache layer that refers to the latent of the first layer, so that beam search reorders the latent only once."""
 
     def __init__(self, first: Any) -> None:
-        self.first = first  # upstream's constructor would set what is read from it
+        self.first = first  # the original constructor would set the attributes that the properties read
 
     keys = property(lambda self: self.first.keys)
     values = property(lambda self: self.first.values)
     is_initialized = property(lambda self: self.first.is_initialized)
     is_compileable = property(lambda self: self.first.is_compileable)
-    dtype = property(lambda self: self.first.keys.dtype)  # the first's own attribute until 5.23
+    dtype = property(lambda self: self.first.keys.dtype)  # a plain attribute of the first layer until 5.23
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:
-        """Return the length of the first layer."""
+        """Return the sequence length of the first layer."""
         return self.first.get_seq_length()
 
     def _left_to_the_first(self, *args: Any, **kwargs: Any) -> None:
@@ -104,26 +105,27 @@ def attend_to_latent(
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to keys and values that are made from a latent, in the form that costs less.
+    """Attend to the keys and values of a latent, in the cheaper of the two forms.
 
     Args:
-        module: the attention, with its `implementation` and `layer_idx`.
-        query: [b, h_k, n, d]; of several beams a memory, the beams of a sentence follow each other.
+        module: the attention module, with its `implementation` and `layer_idx`.
+        query: [b, h_k, n, d]. If several beams share encoder outputs, the beams of a sentence are adjacent.
         latent: c, [b, 1, m, r].
         mask: as in `attention_with_weights`.
-        maps: W_k [k d, r] and W_v [k d_v, r] with their biases.
-        layer: of a cache that holds this latent for good (cross-attention), where keys and values of a short one may
-            be kept beside it.
-        options: the further arguments of the attention function; its scaling is of queries of d numbers.
+        maps: the linear layers W_k [k d, r] and W_v [k d_v, r] with their biases.
+        layer: the cache layer that holds this latent in all steps (cross-attention). It may also store the keys and
+            values of a short latent.
+        options: the further arguments of the attention function. The scaling is that of queries of size d.
 
     Returns:
-        The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] where the implementation gives them.
+        The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] if the implementation returns them.
     """
     attend = attention_function(module.implementation)
-    # Hooks may expect a row for each beam. They come first: an exported graph must not depend on the number of rows.
+    # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
+    # the number of rows.
     if layer is not None and any(has_hooks(each) for each in maps) and 0 < len(latent) < len(query):
         latent, layer = latent.repeat_interleave(len(query) // len(latent), dim=0), None
-    # Nothing says of a tensor of the inference mode whether it was written in place.
+    # Tensors of the inference mode have no version counter that shows writes in place.
     is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if is_kept and is_short(latent):
         key, value = _kept_expanded(module, latent, maps, layer)
@@ -135,28 +137,28 @@ def attend_to_latent(
 
 
 def is_short(latent: torch.Tensor) -> bool:
-    """Say whether keys and values of a latent [b, 1, m, r] are no more numbers than the maps that make them.
+    """Return True if the keys and values of a latent [b, 1, m, r] are not larger than the weights that compute them.
 
-    Then reading the maps in every step costs more than keeping what they make.
+    In this case it costs more to read the weights in every step than to store the keys and values.
     """
     batch, _, length, rank = latent.shape
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
 def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
+    """Return the latent that all cross-attention modules share, and store it in the cache in the first call.
 
-    The cache's first layer holds it, the others have it from that one: so one tensor is reordered, repeated and
-    selected. Its keys are c, its values have no width.
+    The first layer of the cache holds the latent, and the other layers refer to it. Beam search thus reorders, repeats
+    and selects only one tensor. The keys of the layer are c, and its values have width 0.
 
     Args:
-        cache: the decoder's, if any; a plain one has no place for a memory.
-        memory: c [b, m, r]; not looked at where the cache has it.
-        layer: of the attention that asks.
-        states: the decoder's [b B, n, D], of the B beams of each memory.
+        cache: the cache of the decoder, if any. A cache without a cross-attention part does not store the latent.
+        memory: c [b, m, r]. It is ignored if the cache already holds the latent.
+        layer: the layer number of the calling attention module.
+        states: the hidden states of the decoder [b B, n, D], with B beams per sentence.
 
     Returns:
-        c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
+        The latent c [b, 1, m, r], and the cache layer that holds it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return rows_of_sentences(memory)[:, None], None
@@ -178,20 +180,20 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Te
 
 
 def holds_latent(cache: Any) -> bool:
-    """Say whether the cache of a decoder has the latent of its cross-attentions already."""
+    """Return True if the cache of a decoder already holds the latent of the cross-attention modules."""
     return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
 
 
 def keys_and_values(
     memory: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys [b, k, m, d] and values [b, k, m, d_v] that maps make from a latent, or another memory.
+    """Return the keys [b, k, m, d] and values [b, k, m, d_v] of a latent or of other inputs.
 
     Args:
-        memory: [b, m, r].
-        maps: those of keys and of values.
+        memory: the inputs of the projections [b, m, r].
+        maps: the projections of the keys and of the values.
         head_dim: d.
-        value_dim: d_v; None = d.
+        value_dim: d_v. None = d.
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
@@ -205,7 +207,7 @@ def _kept_expanded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
-    # Beams that were reordered or repeated have another latent, and one that was written in place another version.
+    # Reordering or repeating the beams creates another tensor, and writing in place changes its version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
         made = keys_and_values(latent[:, 0], maps, *sizes)
@@ -220,19 +222,23 @@ def absorbs(
     maps: tuple[nn.Linear, nn.Linear],
     options: dict[str, Any],
 ) -> bool:
-    """Say whether the absorbed form serves a call and takes fewer multiplications; arguments: `attend_to_latent`'s."""
-    if module.score is not None:  # of keys, which are no latents
+    """Return True if the absorbed form supports a call and needs fewer multiplications.
+
+    The arguments are those of `attend_to_latent`.
+    """
+    if module.score is not None:  # the score is defined for keys, not for latents
         return False
-    # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
+    # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
+    # cannot be replaced by its weight.
     if M2L in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
-        return length == 1  # a graph should serve every length of the memory
+        return length == 1  # one graph should support every length m
     memories, _, memory_length, rank = latent.shape
     if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
-    numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # of all query and all value heads
+    numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # size of all query and all value heads
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length
@@ -250,17 +256,17 @@ def latent_flops(
     is_step: bool,
     is_memory_kept: bool,
 ) -> tuple[int, int]:
-    """Return the floating-point operations of a token of the memory, and of a token that asks, in the cheaper form.
+    """Return the floating-point operations per key token and per query token in the cheaper form.
 
-    What makes the latent is not counted.
+    The projection that computes the latent is not counted.
 
     Args:
-        module: the attention.
-        maps: those of keys and of values; they may be on the meta device.
-        attended: m, the tokens of the memory that a query reads.
+        module: the attention module.
+        maps: the projections of the keys and of the values. They may be on the meta device.
+        attended: m, the number of tokens that a query reads.
         batch_size: b.
-        is_step: whether one token asks, a decoder's next one, and not all of a text at once.
-        is_memory_kept: whether all steps read the same memory, as in cross-attention.
+        is_step: True if a decoder computes one token, False if a model reads a whole text at once.
+        is_memory_kept: True if all steps read the same latent, as in cross-attention.
     """
     heads, (key, value) = module.heads, maps
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
@@ -268,17 +274,18 @@ def latent_flops(
     plain = (
         nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
     )
-    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # of all query and all value heads
+    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
     is_kept = is_memory_kept and is_short(latent)
     if not is_kept and absorbs(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
-    # Made once of each token of a memory that is kept, or read in one pass; anew in each step of a decoder.
+    # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
+    # computes them again.
     return (0, attends + attended * expanded) if is_step and not is_kept else (expanded, attends)
 
 
 def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
-    """Say whether a map is no more than its weight and bias, which may be read beside a latent in place of a call."""
+    """Return True if a multiplication by the weight and bias of a linear layer can replace a call of the layer."""
     if type(linear) is not nn.Linear:
         return False
     weight = linear.weight
@@ -297,8 +304,8 @@ def _absorbed(
     (key_map, value_map), value_dim = maps, module.heads.value_dim
     query = by_head(query, key_map.weight, query.shape[-1])
     if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
-        # A key's bias adds the same to all logits of a query, which a softmax does not see. But training on several
-        # processes (DDP) waits for a gradient of every parameter.
+        # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
+        # training on several processes (DDP) waits for a gradient of every parameter.
         query = query + 0 * key_map.bias.sum()
     bias: torch.Tensor | None = value_map.bias
     sums_weights = _sums_weights(module, value_map, options)
@@ -314,12 +321,15 @@ def _absorbed(
 
 
 def _sums_weights(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
-    """Say whether the row sums of the weights, which a value's bias counts with, are other numbers than 0 and 1."""
+    """Return True if the row sums of the weights, which multiply the bias of the values, can differ from 0 and 1."""
     return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
 def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return which queries may read anything, [b, 1 or h, 1 or n]; None: all. The others' weights are zeros."""
+    """Return a mask [b, 1 or h, 1 or n] of the queries that can read at least one key. None = all queries.
+
+    The weights of the other queries are zeros.
+    """
     if mask is None:
         return None
     reads = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
@@ -327,7 +337,10 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
 
 
 def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
-    """Multiply each head of states [b, k g, n, x] by its group's part of a map [k d, r]: x = d to r, or r to d."""
+    """Multiply each head of the states [b, k g, n, x] by the part of a weight [k d, r] that belongs to its group.
+
+    The size x changes from d to r, or from r to d if `transposed` is true.
+    """
     weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
     weight = weight.mT if transposed else weight
     batch, heads, length, size = states.shape
