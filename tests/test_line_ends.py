@@ -64,7 +64,7 @@ def test_articles_and_their_offsets(tmp_path, monkeypatch, end, most):
 def test_mixed_ends(tmp_path, caplog):
     path = tmp_path / "a.txt"
     path.write_bytes(b"a B-X\rb O\n\nc O\n")
-    with pytest.raises(ValueError, match="line 1.*carriage return"):
+    with pytest.raises(ValueError, match=r"line 1.*carriage return"):
         read_conll(str(path))
     path.write_bytes(b"one\rhalf\ntwo\n")
     assert read_lines([path]) == ["one\rhalf", "two"]

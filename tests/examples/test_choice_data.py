@@ -182,7 +182,7 @@ def test_the_training_rows_decide_for_all(load):
     found = load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(1, 2), "test.jsonl": rows(-1, -1)})
     assert found.splits["validation"].data["label"][:] == [1, 2] and found.answer_format == "from_0"
     assert "label" not in found.splits["test"].data.column_names
-    with pytest.raises(ValueError, match="dev.jsonl, line 1, row 1.*3 choices.*'3'"):
+    with pytest.raises(ValueError, match=r"dev.jsonl, line 1, row 1.*3 choices.*'3'"):
         load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
     given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
     assert given.splits["train"].data["label"][:] == [0, 1]

@@ -196,7 +196,7 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
         ValueError, match=r"needs a model that was trained to choose, .* saved as BertForSequenceClass"
     ):
         run("--num_train_epochs", 0, model=tmp_path / "classifier", out="no")
-    with pytest.raises(ValueError, match="--max_length.*65"):
+    with pytest.raises(ValueError, match=r"--max_length.*65"):
         run("--max_length", 65, out="no")
     assert not (tmp_path / "no").exists()
 

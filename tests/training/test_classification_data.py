@@ -105,7 +105,7 @@ def test_what_could_be_meant_otherwise_is_refused(cells, message):
 )
 def test_lists_that_say_of_each_class_whether_the_row_has_it_are_no_names(load, two, flags):
     rows = "".join(f'{{"text": "a", "label": {label}}}\n' for label in two)
-    with pytest.raises(ValueError, match="row 1.*seems to indicate"):
+    with pytest.raises(ValueError, match=r"row 1.*seems to indicate"):
         load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
 
 
@@ -280,7 +280,7 @@ def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
     train = load(files).splits["train"]
     assert train.data["index"][:] == [1, 2, 1] and train.describe_row(2).endswith("train2.jsonl, line 1, row 1")
     files["train2.jsonl"] += '{"text": "d", "label": null}\n'
-    with pytest.raises(ValueError, match="train2.jsonl, line 2, row 2, column 'label'.*no label"):
+    with pytest.raises(ValueError, match=r"train2.jsonl, line 2, row 2, column 'label'.*no label"):
         load(files)
 
 
@@ -305,7 +305,7 @@ def test_pairs_nested_columns_and_odd_names(load):
 
 def test_a_decimal_comma_is_no_name_of_a_class(load):
     table = {"train.csv": "text;label\na, b;2,5\nc;1,0\n"}
-    with pytest.raises(ValueError, match="train.csv, line 2, row 1.*'2,5'"):
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1.*'2,5'"):
         load(table)
     assert load(table, "--problem_type", SINGLE_LABEL).scheme.names == ("1,0", "2,5")
     assert load(table, "--label_separator", ",").scheme.names == ("0", "1", "2", "5")
@@ -376,7 +376,7 @@ def test_blank_texts_are_rows_and_said(load, caplog):
 
 
 def test_one_class_is_nothing_to_learn(load):
-    with pytest.raises(ValueError, match="train.csv, line 2, row 1, column 'label'.*label 'x'"):
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1, column 'label'.*label 'x'"):
         load({"train.csv": "text,label\na,x\nb,x\n"})
     with pytest.raises(ValueError, match="training row has a label"):
         load({"train.csv": "text,label\na,\nb,\n"}, "--label_separator", ";")
@@ -395,9 +395,9 @@ def test_a_problem_type_that_is_given_decides(load):
     assert stars.splits["train"].data["label"][:] == [1.0, 5.0] and stars.scheme.names == ()
     points = load({"train.csv": "text,label\na,10.0\nb,9.0\n"}, "--problem_type", SINGLE_LABEL)
     assert points.scheme.names == ("9.0", "10.0")
-    with pytest.raises(ValueError, match="row 1.*'x'"):
+    with pytest.raises(ValueError, match=r"row 1.*'x'"):
         load({"train.csv": TRAIN}, "--problem_type", MULTI_LABEL)
-    with pytest.raises(ValueError, match="train.csv, line 2, row 1.*--labels"):
+    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1.*--labels"):
         load({"train.csv": "text,label\na,0.5\nb,1\n"}, "--labels", "a", "b")
 
 
@@ -427,7 +427,7 @@ def test_a_test_table_may_have_labels(load, test, labels):
 
 
 def test_a_test_table_has_all_labels_or_none(load):
-    with pytest.raises(ValueError, match="test.csv, line 3, row 2, column 'label'.*no label"):
+    with pytest.raises(ValueError, match=r"test.csv, line 3, row 2, column 'label'.*no label"):
         load({"train.csv": TRAIN, "test.csv": "text,label\na,x\nb,\n"})
     minus_one = {"train.csv": "text,label\na,-1\nb,1\n", "test.csv": "text,label\na,-1\nb,-1\n"}
     assert load(minus_one).splits["test"].data["label"][:] == [0, 0]

@@ -81,7 +81,7 @@ def test_errors_name_file_and_row(tmp_path, task, text, message):
 def test_bytes_that_are_no_utf8_name_the_row(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
-    with pytest.raises(ValueError, match="line 3.*UTF-8"):
+    with pytest.raises(ValueError, match=r"line 3.*UTF-8"):
         read_tsv(path, TASKS["sst2"])
 
 

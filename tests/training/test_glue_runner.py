@@ -593,7 +593,7 @@ def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypa
 
 
 def test_parent_of_the_task_folder_gets_a_hint(run, glue):
-    with pytest.raises(OSError, match="--data_dir.*CoLA"):
+    with pytest.raises(OSError, match=r"--data_dir.*CoLA"):
         run("cola", "--data_dir", glue)
 
 

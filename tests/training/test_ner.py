@@ -134,7 +134,7 @@ def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
     assert results["test_loss"] == pytest.approx(results["eval_loss"]) and results["test_samples"] == 6
     assert "\ntest (6 sentences): precision " in capsys.readouterr().out
     (tmp_path / "other.txt").write_text("Ann B-DOG\n")
-    with pytest.raises(ValueError, match="test tags.*B-LOC, B-PER.*'B-DOG' for 'Ann'"):
+    with pytest.raises(ValueError, match=r"test tags.*B-LOC, B-PER.*'B-DOG' for 'Ann'"):
         run("--max_train_steps", 3, "--test_file", tmp_path / "other.txt", out="other")
 
 

@@ -449,9 +449,9 @@ def test_without_a_peak_there_is_no_share_of_it(run):
 
 
 def test_pairs_need_room_and_two_token_types(run):
-    with pytest.raises(ValueError, match="--max_length.*--sentence_task.*4"):
+    with pytest.raises(ValueError, match=r"--max_length.*--sentence_task.*4"):
         run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
-    with pytest.raises(ValueError, match="--sentence_task nsp.*got 1"):
+    with pytest.raises(ValueError, match=r"--sentence_task nsp.*got 1"):
         run(
             "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
         )
@@ -602,7 +602,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
     flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
     results = main(parse_args([str(flag) for flag in flags]))
     assert results["steps"] == 6 and results["eval_samples"] > 5
-    with pytest.raises(ValueError, match="row 0.*column 'text'"):
+    with pytest.raises(ValueError, match=r"row 0.*column 'text'"):
         main(
             parse_args(
                 [str(flag) for flag in flags if flag not in ("--text_column", "body")] + ["--overwrite_output_dir"]

@@ -425,7 +425,7 @@ def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
             run(text=text)
     with pytest.raises(OSError, match="does not exist"):
         run(text=["--source_file", tmp_path / "none", "--target_file", source])
-    with pytest.raises(ValueError, match="encoder-decoder.*got the encoder bert"):
+    with pytest.raises(ValueError, match=r"encoder-decoder.*got the encoder bert"):
         run(model=tiny_bert)
     with pytest.raises(ValueError, match="needs a dev split"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])

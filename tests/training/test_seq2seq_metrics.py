@@ -56,7 +56,7 @@ def test_unknown_and_missing_metrics_are_named(monkeypatch):
     with pytest.raises(ValueError, match="'meteor'"):
         check_text_metrics(["bleu", "meteor"])
     monkeypatch.setitem(METRIC_PACKAGES, "other", "no_such_package")
-    with pytest.raises(ValueError, match="--metrics other.*no-such-package"):
+    with pytest.raises(ValueError, match=r"--metrics other.*no-such-package"):
         check_text_metrics(["other"])
 
 

@@ -229,7 +229,7 @@ def test_rows_of_a_dataset(tokenizer, tmp_path):
     assert list(source.read_articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
     blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
     assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
-    with pytest.raises(ValueError, match="row 0.*column 'body'"):
+    with pytest.raises(ValueError, match=r"row 0.*column 'body'"):
         next(DatasetRows("articles", stream, "body").read_articles())
 
 

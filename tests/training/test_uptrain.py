@@ -487,7 +487,7 @@ def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, t
     vocabulary = tokens["model"]["vocab"]
     vocabulary["dog"], vocabulary["cat"] = vocabulary["cat"], vocabulary["dog"]
     (other / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(ValueError, match="--teacher.*vocabulary"):
+    with pytest.raises(ValueError, match=r"--teacher.*vocabulary"):
         run("distill", teacher=other)
 
 
@@ -497,7 +497,7 @@ def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatc
     short.write_text("the dog\n")
     with pytest.raises(ValueError, match=r"source\.txt.*short\.txt.*64"):
         run("seq2seq", "--target_file", short, model=grouped_t5, teacher=None)
-    with pytest.raises(ValueError, match="--source_file.*together"):
+    with pytest.raises(ValueError, match=r"--source_file.*together"):
         run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
 
 
@@ -521,7 +521,7 @@ def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch,
     bart, teacher = tmp_path / "t5s/bart", tmp_path / "t5s/teacher"
     with pytest.raises(ValueError, match=r"--max_target_length must be at most 32, .* got 33"):
         run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
-    with pytest.raises(ValueError, match="--max_target_length.*24.*30"):
+    with pytest.raises(ValueError, match=r"--max_target_length.*24.*30"):
         run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)
     assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
 
@@ -535,7 +535,7 @@ def test_a_teacher_knows_both_texts_of_a_pair(run, bert, source, tmp_path, monke
     config = json.loads((teacher / "config.json").read_text()) | {"type_vocab_size": 1}
     (teacher / "config.json").write_text(json.dumps(config))
     pairs = ["--train_file", write_pairs(source, tmp_path / "rows.jsonl"), "--text_columns", "question", "text"]
-    with pytest.raises(ValueError, match="one-type.*type_vocab_size 1"):
+    with pytest.raises(ValueError, match=r"one-type.*type_vocab_size 1"):
         run("distill", *pairs, teacher=teacher)
 
 

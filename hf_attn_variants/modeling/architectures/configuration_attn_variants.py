@@ -178,7 +178,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
-    """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
 
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
@@ -282,7 +282,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
-    """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
 
     model_type = "attn_variant_m2m_100"
     upstream_model_types = ("m2m_100",)

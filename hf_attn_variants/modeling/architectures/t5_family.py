@@ -112,7 +112,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters and, by the rule of Transformers for tokens, the bias of the summaries.
+        """Initialize the talking-heads parameters and, as Transformers does for tokens, the bias of summaries.
 
         If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its
         input size.

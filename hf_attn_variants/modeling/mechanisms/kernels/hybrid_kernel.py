@@ -249,7 +249,7 @@ def attend_in_blocks_and_sums(
 
 
 def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two masks [C, S] of the keys in a block's span: those in a query's window, and those attended outside it."""
+    """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
     around = reach.before + reach.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_behind = distance < 0, distance > around

@@ -44,7 +44,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
 
 
 def global_tokens_of(reach: Reach | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the global tokens of a call, boolean [b, n], from its mask and the first positions, or None without a mask."""
+    """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
     mask = kwargs.get(MASK)
     if mask is None or reach is None or reach.is_causal:
         return None
