@@ -44,6 +44,9 @@ BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
 # Blocks that are something to read, by their document and how they begin.
 SHOWN = {
     ("docs/tree.md", "hf_attn_variants/"): "the tree of the repository",
+    ("docs/architecture.md", "modeling/ops/softmax_attention.py"): "files to read first",
+    ("docs/architecture.md", "model(**batch)"): "a drawing",
+    ("docs/architecture.md", "convert(model, num_key_value_heads"): "a drawing",
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",

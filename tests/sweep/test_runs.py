@@ -292,7 +292,7 @@ def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbe
         shutil.copytree(undisturbed / "runs/grouped/seed-1", half_done / "runs/grouped/seed-1")
 
     monkeypatch.setattr("hf_attn_variants.commands.sweep._check_models", finish_elsewhere)
-    monkeypatch.setattr(runner, "_call", None)  # no command is started
+    monkeypatch.setattr(runner, "_run_command", None)  # no command is started
     assert run(sweep_file, half_done) == 0
     assert "2 of 2" in (half_done / "sweep_results.md").read_text().splitlines()[-1]
 

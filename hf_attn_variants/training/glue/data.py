@@ -20,8 +20,6 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """Read a GLUE TSV file. A header and a byte-order mark are optional, and quotes are literal characters.
 
     Args:
-        path: The file.
-        task: The task.
         has_labels: Whether the file has labels. Test files have none.
 
     Returns:

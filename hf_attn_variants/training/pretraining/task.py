@@ -266,10 +266,7 @@ def pretrain(
     """Train a model, save it, evaluate it, and check whether it uses its context.
 
     Args:
-        settings: The settings of the run.
-        accelerator: The accelerator.
-        model: The model. It must have been made or loaded after the seed of the run was set.
-        tokenizer: The tokenizer.
+        model: It must have been made or loaded after the seed of the run was set.
         text: The text for training and evaluation.
         task: The objective.
 
@@ -284,20 +281,15 @@ def pretrain(
     if text.train:  # raises an error now if the text has no tokens
         read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # each process has its own dropout
-    batches = make_stream_batches(
-        settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size
-    )
-    total_steps = count_training_steps(
-        None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
-    )
+    buffer_size, epochs = settings.shuffle_buffer_size, settings.num_train_epochs
+    batches = make_stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, buffer_size)
+    total_steps = count_training_steps(None, settings.gradient_accumulation_steps, epochs, settings.max_train_steps)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     evaluator = None
     if text.dev:
         rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
-            raise ValueError(
-                f"{text.dev[0].name} must have at least one masked token to evaluate, but has none. Use longer text."
-            )
+            raise ValueError(f"{text.dev[0].name} must have a masked token to evaluate. Use longer text.")
         workers = settings.dataloader_num_workers
         loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
         evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
