@@ -434,7 +434,7 @@ def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, 
     command = ["export", "x", "--to", "ctranslate2", "--output_dir", "out"]
     with pytest.raises(SystemExit):
         cli.main(["export", "x", "--to", "onnx", "--output_dir", "out", "--quantization", "int8"])
-    assert "--quantization is of --to ctranslate2" in capsys.readouterr().err
+    assert "--quantization is only for --to ctranslate2" in capsys.readouterr().err
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else found(name, *rest)

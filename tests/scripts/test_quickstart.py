@@ -57,7 +57,7 @@ def test_bad_flags_are_found_before_any_work(quickstart, capsys):
     assert quickstart.parse_args(["--seeds", "0", "1", "0"]).seeds == [0, 1]  # a folder for each
     with pytest.raises(SystemExit):
         quickstart.parse_args(["--distillation_steps", "0"])
-    assert "--distillation_steps must be at least 1; got 0" in capsys.readouterr().err
+    assert "--distillation_steps must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

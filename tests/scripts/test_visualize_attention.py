@@ -35,13 +35,13 @@ def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
     arguments = ("--model_name_or_path", make_t5(tmp_path / "t5"), "--output_dir", tmp_path / "out")
     assert run(*arguments, "--text", "the dog sees a cat", "--layers", 1, "--max_length", 8) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["attention_maps.html"]
-    assert "3 attentions drawn" in capsys.readouterr().out
+    assert "Drew 3 attentions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--text", "The cats.", "--layers", "2"], "layers 0 to 1, got 2"),
+        (["--text", "The cats.", "--layers", "2"], "from 0 to 1, got 2"),
         (["--text", "The cats.", "--target_text", "x"], "`target_text`"),
         (["--text", " "], "`text`"),
     ],

@@ -263,15 +263,12 @@ def pretrain(
     text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
-    """Train a model, save it, evaluate it, and check whether it uses its context.
+    """Train a model, save and evaluate it, check whether it uses its context, and return the results.
 
     Args:
         model: It must have been made or loaded after the seed of the run was set.
         text: The text for training and evaluation.
         task: The objective.
-
-    Returns:
-        The first results of `all_results.json`.
 
     Raises:
         ValueError, OSError: If the text is wrong, or if a file cannot be written.
@@ -290,8 +287,8 @@ def pretrain(
         rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(f"{text.dev[0].name} must have a masked token to evaluate. Use longer text.")
-        workers = settings.dataloader_num_workers
-        loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
+        batch_size, workers = settings.per_device_eval_batch_size, settings.dataloader_num_workers
+        loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
         evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
     loop = TrainingLoop(
         accelerator,
