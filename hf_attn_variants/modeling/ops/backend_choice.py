@@ -1,8 +1,8 @@
-"""Which way a talking-heads call is computed: by the Triton kernels where they have proved themselves, else in blocks.
+"""The choice between the Triton kernels and the blocked path for talking-heads attention.
 
-A kind of call (device, dtypes, head counts, masks, length of the rows) is tried first (`kernel_trials`): a small one,
-forward and, where it is wanted, backward, must agree with the blocked path. What dropout drops is random and not
-compared.
+Each kind of call (device, dtypes, head counts, masks, row length) starts with a trial (`kernel_trials`). A small
+forward pass, and a backward pass if gradients are needed, must agree with the blocked path. Dropout is random and is
+not compared.
 """
 
 from functools import partial
@@ -19,13 +19,13 @@ from .triton_attention import is_supported, triton_backward, triton_forward
 __all__ = ["BACKENDS", "choose_backend"]
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
-QUERIES, MOST_KEYS = 16, 4096  # of the small call; longer rows are read by the same code, in more blocks
+QUERIES, MOST_KEYS = 16, 4096  # sizes of the trial; longer rows use the same code in more blocks
 
 _agreed: dict["_Kind", bool] = {}
 
 
 class _Kind(NamedTuple):
-    """What a compiled kernel depends on; dtypes are None where there is no such input."""
+    """The properties that a compiled kernel depends on; the dtype of a missing input is None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -44,24 +44,24 @@ class _Kind(NamedTuple):
 
 
 def choose_backend(operands: Operands, with_backward: bool) -> str:
-    """Return "triton" or "blocked"; raises for want of memory alone.
+    """Return "triton" or "blocked"; the only possible exception is an out-of-memory error.
 
-    The answer for a kind of call never changes within a process.
+    The answer for a kind of call does not change within a process.
 
     Args:
-        operands: the call's
-        with_backward: whether gradients will be asked for
+        operands: the operands of the call
+        with_backward: if True, gradients are needed
     """
     if not is_supported(operands):
         return "blocked"
     query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
-    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # as the kernels' block of keys
+    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # equal to the key block of the kernels
     kind = _Kind(
         device=query.device,
         dtype=query.dtype,
         heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
-        keys=min(block, MOST_KEYS) - 3,  # the last block of keys is not a whole one
+        keys=min(block, MOST_KEYS) - 3,  # the last block of keys is incomplete
         logits_proj=_dtype(logits_proj),
         weights_proj=_dtype(weights_proj),
         bias=_dtype(bias),
@@ -84,7 +84,7 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _layout(tensor: Tensor | None) -> str:
-    """Return the steps from head to head and from key to key, as far as code is compiled for them: "0", "1" or "n"."""
+    """Return the strides of heads and keys as far as kernels specialize on them: "0", "1" or "n"."""
     if tensor is None:
         return ""
     steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
@@ -92,7 +92,7 @@ def _layout(tensor: Tensor | None) -> str:
 
 
 def _disagreement(kind: _Kind) -> str | None:
-    """Compute a small call of this kind by both paths; return what is wrong with the kernels, or None."""
+    """Run a trial with both backends and return the reason if the kernels disagree, else None."""
 
     def errors() -> dict[str, float]:
         found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
@@ -102,11 +102,11 @@ def _disagreement(kind: _Kind) -> str | None:
 
 
 def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
-    """Return the output and the gradients of a random call of this kind; the blocked path's in float32 on the CPU."""
+    """Return the output and gradients of a random call; the blocked path uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
     d_output, operands = _random_call(kind)
     if backend == "blocked":
-        # Nothing is dropped at probability 0, so it needs no seed.
+        # Nothing is dropped at probability 0, so a seed is not needed.
         tensors = (None if tensor is None else _exact(tensor) for tensor in operands[:7])
         d_output, operands = _exact(d_output), Operands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
@@ -123,8 +123,8 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
-    """Return the gradient of the output and the operands of a small call that no weight is dropped in."""
-    # A generator of its own: trying the kernels must not move the random numbers of a training run.
+    """Return the output gradient and the operands of a small call, in which dropout keeps all weights."""
+    # A separate generator keeps the random state of a training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
     heads_in, heads, heads_out, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
@@ -142,7 +142,7 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
 
     mask = added(kind.mask, kind.mask_layout)
     if mask is not None and mask.dtype != torch.bool:
-        mask[:, :, 0] = -torch.inf  # a query that may attend to nothing
+        mask[:, :, 0] = -torch.inf  # a query without any allowed key
     projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, heads_out))
     logits_proj, weights_proj = (
         None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
@@ -156,7 +156,7 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
         position_bias=added(kind.bias, kind.bias_layout),
         logits_proj=logits_proj,
         weights_proj=weights_proj,
-        # It makes the kernels draw what they drop; at probability 0 all is kept.
+        # The seed makes the kernels draw random numbers. At probability 0, they keep all weights.
         seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
         scaling=size**-0.5,
         is_causal=kind.is_causal,

@@ -1,6 +1,6 @@
-"""Running sums over keys, a chunk of tokens at a time (arXiv 2006.16236, section 3.3).
+"""Cumulative sums over keys for causal linear attention, in chunks of tokens (arXiv 2006.16236, section 3.3).
 
-Letters as in `softmax_attention`; F features a head, C tokens of a chunk.
+The letters are defined in `softmax_attention`; F is the number of features per head and C is the chunk length.
 """
 
 import torch
@@ -8,24 +8,24 @@ from torch import nn
 
 __all__ = ["causal_sums"]
 
-# Tokens of a chunk: its weights, C x C, are as large as a state of usual sizes.
+# The number of tokens per chunk. The C x C weights of a chunk are about as large as a typical state.
 CHUNK = 128
 
 
 def causal_sums(
     queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each query, phi(q) times the sum of phi(k) v^T over the keys up to its own, and the whole sum.
+    """Return phi(q) times the sum of phi(k) v^T over the keys up to each query, and the total sum.
 
     Args:
-        queries: phi(q) [b, k, g n, F], the n queries of each of a group's g heads.
+        queries: phi(q) [b, k, g n, F], n queries for each of the g heads of a group.
         features: phi(k) [b, k, n, F].
         values: [b, k, n, x].
-        sums: of earlier keys [b, k, F, x], if there are any.
+        sums: the sums over earlier keys, [b, k, F, x], or None.
         rows: g.
 
     Returns:
-        [b, k, g n, x] and [b, k, F, x].
+        The outputs [b, k, g n, x] and the total sums [b, k, F, x].
     """
     length, chunk = features.shape[2], min(CHUNK, features.shape[2])
     missing = -length % chunk

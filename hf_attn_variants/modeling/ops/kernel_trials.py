@@ -1,9 +1,8 @@
-"""Kernels are tried before they are trusted: once for each kind of call, for the life of the process.
+"""Trials of kernels, which run once per kind of call and process.
 
-They have run on one kind of GPU (benchmarks/gpu/README.md), and compilers change. So before a kind of call (device,
-dtypes, head counts, masks) goes to a kernel for the first time, it computes a small one, which must agree with plain
-torch in float32 on the CPU. Where it fails, or disagrees, that kind of call stays with plain torch, and a
-warning says so.
+The kernels were tested on one kind of GPU (benchmarks/gpu/README.md), and compilers change. Therefore, each kind of
+call (device, dtypes, head counts, masks) starts with a small trial call. Its result must agree with plain torch in
+float32 on the CPU. If the kernel fails or disagrees, plain torch computes this kind of call and a warning is printed.
 """
 
 from collections.abc import Callable
@@ -18,71 +17,74 @@ from .triton_attention import allows_tf32
 
 __all__ = ["NO_FAILURES", "agrees", "disagreement_of", "failure", "largest_error", "note", "tolerance"]
 
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+# Follows the Transformers verbosity, also in Hub repositories
+logger = logging.get_logger("transformers.attn_variants")
 
-# What is no failure of a kernel: memory that others fill, and a checkpoint that has recomputed what it needs.
+# These exceptions are not kernel failures: memory that other processes use, and a checkpoint that has finished
+# recomputing.
 NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-# Relative errors of any one query's or key's numbers: beyond rounding, far below what one forgotten key would make.
+# The tolerated relative error per query or key. It is above rounding errors and far below the error of one missing
+# key.
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
 def agrees(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], refusal: str) -> bool:
-    """Say whether a kernel serves a kind of call, which is tried the first time.
+    """Return True if a kernel supports a kind of call, and run the trial the first time.
 
     Args:
-        known: the answers so far, by kind; one more is written into it.
-        kind: what the kernel depends on, with its `device`.
-        trial: returns what is wrong with the kernel, or None.
-        refusal: what the warning says, before the reason.
+        known: the previous answers by kind. The function adds the new answer.
+        kind: the properties that the kernel depends on, including its `device`.
+        trial: returns the reason if the kernel does not work, else None.
+        refusal: the beginning of the warning, which precedes the reason.
     """
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # inside the capture of a CUDA graph nothing can be tried: later
+            return False  # a trial cannot run while a CUDA graph is captured; it runs later
         note(known, kind, trial(), refusal)
     return known[kind]
 
 
 def note(known: dict[Any, bool], kind: Any, reason: str | None, refusal: str) -> None:
-    """Keep whether a kernel serves a kind of call, and say why where it does not; arguments: those of `agrees`."""
+    """Store the result of a trial and print a warning if it failed; the arguments are those of `agrees`."""
     known[kind] = reason is None
     if reason is not None:
         logger.warning(f"{refusal}: {reason}.")
 
 
 def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
-    """Return why kernels are not used; None: they are right, as far as the numbers tell.
+    """Return the reason if kernels must not be used, or None if they agree with the reference.
 
     Args:
-        kernels: their name.
-        errors: computes a small call and returns relative errors by name; it may raise whatever a compiler or a driver
-            raises.
-        most: the largest error that is rounding.
+        kernels: the name of the kernels.
+        errors: computes a small call and returns relative errors by name. It may raise any exception of a compiler or
+            driver.
+        most: the largest error that rounding can cause.
     """
     try:
         found = errors()
     except NO_FAILURES:
         raise
-    except Exception as error:  # the call itself can still be served
+    except Exception as error:  # plain torch can still compute the call
         return failure(kernels, error)
-    wrong = [f"{name} by {value:.1e}" for name, value in found.items() if not value <= most]  # NaN is wrong too
+    wrong = [f"{name} by {value:.1e}" for name, value in found.items() if not value <= most]  # NaN is also an error
     return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
 def failure(kernels: str, error: Exception) -> str:
-    """Return why kernels that raised an error are not used."""
+    """Return the reason text for kernels that raised an exception."""
     return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest error that is rounding, of outputs and gradients in a dtype."""
+    """Return the largest rounding error of outputs and gradients in a dtype."""
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
 def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
-    """Return the error at the worst query or key, as a part of the root mean square over all of them."""
+    """Return the largest error of a query or key, relative to the root mean square over all of them."""
     difference = (found.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
-    if axis is None:  # gradients of parameters: sums over all queries and keys
+    if axis is None:  # gradients of parameters are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
     others = [i for i in range(expected.dim()) if i != axis]
     per_position = expected.square().sum(others).mean().clamp_min(1e-30)

@@ -1,15 +1,18 @@
-"""Two Triton kernels of attention whose keys and values are one latent: it is read once, for all heads.
+"""Two Triton kernels for attention with one latent as keys and values, which is read once for all heads.
 
-    partial_kernel    a program reads a part of one memory, for up to a block of rows, block after block of keys
-    combine_kernel    the parts of a row, weighted by their sums of exponentials
+    partial_kernel    a program reads a part of the keys for up to a block of rows, one block of keys at a time
+    combine_kernel    combines the parts of a row, weighted by their sums of exponentials
 
-A block of keys stands in shared memory and is a factor of both products. Their long side is the keys and then the
-latent's width, which the matrix units of Hopper take from there; rows, which are few, are the short one. The width is
-two powers of two, as 768 = 512 + 256: one would fill up a quarter of them with zeros. Letters as in
-`softmax_attention`, c the keys of a block, w a width. Without Triton the kernels are None.
+A block of keys is in shared memory and is a factor of both products. The long side of the products is first the number
+of keys and then the width of the latent. The matrix units of Hopper read this side from shared memory. The few rows
+are the short side. The width is split into two powers of two, such as 768 = 512 + 256. A single power of two would add
+a quarter of zeros.
 
-Sources: arXiv 2205.14135 (blocks of keys, one after another); "Flash-Decoding for long-context inference" (Stanford
-CRFM, 2023: parts of the keys side by side).
+The letters are defined in `softmax_attention`; c is the number of keys per block and w is a width. Without Triton, the
+kernels are None.
+
+Sources: arXiv 2205.14135 (sequential blocks of keys); "Flash-Decoding for long-context inference" (Stanford CRFM,
+2023; parallel parts of the keys).
 """
 
 from typing import Any
@@ -24,20 +27,20 @@ except ImportError:  # the package and its Hub repositories must load without a 
 
 __all__ = ["combine_kernel", "partial_kernel", "triton"]
 
-# Numbers that change from call to call: compiled for any.
+# These numbers change between calls. The kernels are compiled without specialization on them.
 ANY_LATENT_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
 
 if triton is not None:
 
     @triton.jit
     def _read_rows(at, stride, rows, end, columns, WIDTH: tl.constexpr):
-        """Load [rows, w] of a matrix whose rows are `stride` apart; zeros beyond the row `end` and the width."""
+        """Load [rows, w] of a matrix with row stride `stride`; positions outside the matrix are zero."""
         inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
         return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
     @triton.jit
     def _where_there(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
-        """Return logits [c, r], times log2(e), minus infinity where the mask, or the end of the keys, forbids them."""
+        """Return logits [c, r], times log2(e), with minus infinity for keys that are not allowed."""
         if MASK > 0:
             if MASK_OF_ROWS:
                 at += offs_r[None, :] * stride_r
@@ -47,7 +50,7 @@ if triton is not None:
         if MASK == 1:
             inside = inside & (mask != 0)
         if MASK == 2:
-            # The lowest finite number, times log2(e), would be minus infinity, which reads nothing.
+            # The lowest finite number times log2(e) would overflow to minus infinity, which would exclude the key.
             added = mask.to(tl.float32)
             scaled = tl.maximum(added * 1.4426950408889634, -1e38)
             logits += tl.where(added == float("-inf"), added, scaled)
@@ -62,10 +65,11 @@ if triton is not None:
         WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
         MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr, IN_PARTS: tl.constexpr,
     ):  # fmt: skip
-        """Attend to a part of a memory; programs: memory, part, block of rows.
+        """Attend to a part of the keys; the program axes are batch, part and block of rows.
 
-        Writes the part's outputs [b, parts, rows, w], and [b, parts, rows, 2] its largest logits, times log2(e), and
-        its sums of exponentials beside them. (As one number the sums would be lost where all logits are the lowest.)
+        The kernel writes the outputs of the part, [b, parts, rows, w]. It also writes its largest logits (times
+        log2(e)) and its sums of exponentials, [b, parts, rows, 2]. A single log-sum-exp would lose the sums if all
+        logits are the lowest finite number.
         """
         batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -94,7 +98,7 @@ if triton is not None:
                 logits, (keys < end)[:, None], mask_at, offs_r, rows, mask_stride_r, MASK, MASK_OF_ROWS
             )
             new_top = tl.maximum(top, tl.max(logits, 0))
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has read nothing yet
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # for a row without any allowed key so far
             factor = tl.exp2(top - safe)
             weights = tl.exp2(logits - safe[None, :])
             total = total * factor + tl.sum(weights, 0)
@@ -119,14 +123,14 @@ if triton is not None:
         part_ptr, sums_ptr, output_ptr, rows, parts,
         WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MOST_PARTS: tl.constexpr,
     ):  # fmt: skip
-        """Sum the parts of a row; programs: memory, row."""
+        """Combine the parts of a row; the program axes are batch and row."""
         batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_p, columns = tl.arange(0, MOST_PARTS), tl.arange(0, COLUMNS)
         sums_at = sums_ptr + 2 * ((batch * parts + offs_p) * rows + row)
         tops = tl.load(sums_at, mask=offs_p < parts, other=float("-inf"))
         sums = tl.load(sums_at + 1, mask=offs_p < parts, other=0.0)
         top = tl.max(tops, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)  # a row that may read nothing
+        top = tl.where(top == float("-inf"), 0.0, top)  # for a row without any allowed key
         total = tl.sum(tl.exp2(tops - top) * sums, 0)
         total = tl.where(total == 0.0, 1.0, total)
         output = tl.zeros([COLUMNS], tl.float32)

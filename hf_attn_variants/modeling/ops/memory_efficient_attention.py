@@ -1,9 +1,9 @@
-"""Talking-heads attention without an n x m tensor: one function, one custom op, two ways to compute it.
+"""Talking-heads attention without an n x m tensor, as one custom op with two backends.
 
-"triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
-work under `torch.compile`, gradient checkpointing and autocast. `backend_choice` says which of them serves a
-call. With a `reach` it is attention in windows, heads talking or not: the same blocks, of fewer keys
-(`window_blocks`). Letters as in `softmax_attention`.
+The backends "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`. The custom op
+supports `torch.compile`, gradient checkpointing and autocast. `backend_choice` selects the backend of a call. With a
+`reach`, the op computes sliding-window attention, with or without talking-heads projections (`window_blocks`). The
+letters are defined in `softmax_attention`.
 
 Source: arXiv 2003.02436, section 3.
 """
@@ -24,11 +24,12 @@ from .variant_attention import check_mask
 
 __all__ = ["NAMESPACE", "autocasts", "one_dtype", "registered_op", "talking_heads_attention"]
 
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+# Follows the Transformers verbosity, also in Hub repositories
+logger = logging.get_logger("transformers.attn_variants")
 
-# Names carry the version: the installed package and a Hub repository of another version share one process.
+# The names contain the version, because the package and a Hub repository of another version may share one process.
 NAMESPACE = f"attn_variants_{NAME_SUFFIX}"
-# torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
+# torch requires a flat list of arguments: the fields of `Operands`, followed by the backend options.
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
 _OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
 ARGUMENTS = ", ".join([*_OPERANDS, "str backend", "bool with_backward"])
@@ -49,23 +50,23 @@ def talking_heads_attention(
     reach: Reach | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
+    """Compute talking-heads attention in memory that grows linearly with n and m; differentiable once.
 
     Args:
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
-            `attention_with_weights`; the mask gets no gradient, the bias does
+            `attention_with_weights`. The bias has a gradient, but the mask does not.
         dropout: the probability that a mixed weight is dropped
-        reach: which keys a query reads, heads talking or not; None = all. With it only blocks compute, the mask is of
-            keys alone, boolean and [b, 1, 1, m or more], and the bias is by distance (`relative_bias`)
-        backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
-            seen to agree with the blocked path, which serves everything else
+        reach: the key range, or None for all keys. With a key range, attention is computed in blocks. The mask must
+            then be boolean, [b, 1, 1, m or more], and the bias is a bias by distance (`relative_bias`).
+        backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
+            and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 
     Returns:
         The outputs [b, n, h_v, d_v].
 
     Raises:
-        ValueError: for an unknown backend, "triton" where it does not cover the inputs, a mask of whole numbers, or a
-            dropout outside [0, 1).
+        ValueError: if the backend is unknown, "triton" does not support the inputs, the mask contains integers, or
+            dropout is outside [0, 1).
 
     Source: arXiv 2003.02436, section 3.
     """
@@ -76,11 +77,11 @@ def talking_heads_attention(
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     window: list[int] | None = None
     if reach is not None:
-        # A cache has kept the last of the keys that the mask is of.
+        # The cache may contain only the last of the keys that the mask covers.
         mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
-    # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
+    # A tensor seed avoids a synchronization with the device and a graph break.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     operands = Operands(
         query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, window
@@ -91,17 +92,21 @@ def talking_heads_attention(
         raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-    with_backward = with_backward and not torch.jit.is_tracing()  # which runs again without gradients, and compares
+    # tracing repeats the call without gradients and compares
+    with_backward = with_backward and not torch.jit.is_tracing()
     return _forward_op(*operands, backend, with_backward)[0]
 
 
 def autocasts(device: str) -> bool:
-    """Say whether autocast is on for a type of device."""
-    return device != "meta" and torch.is_autocast_enabled(device)  # torch knows none for it
+    """Return True if autocast is enabled for a device type."""
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch does not support autocast on "meta"
 
 
 def one_dtype(*states: Tensor) -> list[Tensor]:
-    """Return query, key and value in one dtype: autocast's where that is on (float64 stays), else the value's."""
+    """Return query, key and value in the autocast dtype if autocast is enabled, else in the dtype of the value.
+
+    Autocast does not change float64.
+    """
     device = states[0].device.type
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device)
@@ -115,8 +120,8 @@ def _four_dimensions(tensor: Tensor | None) -> Tensor | None:
 
 
 def without_autocast(tensor: Tensor) -> Any:
-    """Return a context in which autocast leaves the computations on a tensor's device alone."""
-    # Autocast would reach into the op and round what is kept in float32 on purpose.
+    """Return a context that disables autocast on the device of a tensor."""
+    # Autocast would affect the op and round values that must stay in float32.
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
@@ -129,13 +134,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
         output, for_backward = BACKENDS[chosen][0](operands)
     shape = _shape_for_backward(operands, backend)
-    if for_backward.shape != shape:  # the blocked path's one number, in the shape that was promised
+    if for_backward.shape != shape:  # the blocked backend returns one number, which must have the declared shape
         for_backward = for_backward.expand(shape).contiguous()
     return output, for_backward
 
 
 def _resolve(backend: str, operands: Operands, with_backward: bool) -> str:
-    # Here and not where the op is called: sizes and tensors are real, whatever was traced, and both passes ask alike.
+    # The backend is chosen inside the op, because sizes and tensors are real here. Both passes make the same choice.
     return backend if backend != "auto" else choose_backend(operands, with_backward)
 
 
@@ -182,8 +187,8 @@ def _gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
 
 
 def registered_op(name: str) -> Any:
-    """Return this version's operator of a name, if there is one already."""
-    # Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
+    """Return the registered operator with this name and version, or None."""
+    # Two copies of one version have the same code, so the operator of the first copy serves both.
     return getattr(getattr(torch.ops, NAMESPACE), name, None)
 
 

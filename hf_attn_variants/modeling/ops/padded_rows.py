@@ -1,9 +1,11 @@
-"""Rows of a batch whose text does not begin at their first place: what counts tokens counts from the first real one.
+"""Left-padded rows: attention mechanisms that count tokens must start at the first real token.
 
-Blocks, global tokens, summaries, compressed keys and projections along the length have places in a text. A row that is
-padded on the left is rolled, so that its text begins at place 0 and the padding stands behind it, and its outputs are
-rolled back: so a row gives the same alone and in any batch. `BlockPattern`, which decoders have too, knows its rows'
-first tokens itself. Letters as in `softmax_attention`.
+Blocks, global tokens, summaries, compressed keys and projections along the length depend on positions in the text. A
+row with padding on the left is rolled, so that its text begins at position 0 and the padding follows the text. Its
+outputs are rolled back. Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which
+decoders also use, receives the position of the first token of each row instead.
+
+The letters are defined in `softmax_attention`.
 """
 
 from collections.abc import Callable
@@ -17,13 +19,13 @@ from .variant_attention import VariantAttention
 
 __all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settle_padding", "text_places"]
 
-# What an attention does with rows that begin with padding: nothing, because it counts no tokens; it rolls the rows; or
-# its pattern knows where each row begins.
+# The treatment of left-padded rows: NOTHING if the attention counts no tokens, ROLLED if the rows are rolled,
+# BY_PATTERN if the pattern knows the first token of each row.
 NOTHING, ROLLED, BY_PATTERN = range(3)
 
 
 def settle_padding(module: VariantAttention) -> None:
-    """Note what an attention does with padded rows; its reach, compression and kernel are settled before."""
+    """Set the treatment of padded rows; `reach`, `compression` and `kernel` must be set before."""
     reach, kernel = module.reach, module.kernel
     counts = reach is not None and reach.counts_tokens
     knows_rows = hasattr(reach, "of_rows")
@@ -33,11 +35,11 @@ def settle_padding(module: VariantAttention) -> None:
 
 
 class RolledRows:
-    """Rows whose text is moved to their beginning; what stood before it comes behind it.
+    """A transformation that moves the text of each row to its beginning and the left padding behind it.
 
     Args:
-        first: the place of each row's first token, [b or 1].
-        length: n, the places of a row.
+        first: the position of the first token of each row, [b or 1].
+        length: n, the number of positions of a row.
     """
 
     def __init__(self, first: torch.Tensor, length: int) -> None:
@@ -45,18 +47,21 @@ class RolledRows:
         self.there, self.back = (places + first[:, None]) % length, (places - first[:, None]) % length  # [b, n]
 
     def rolled(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return a tensor [b, ..., n, ...] with its rows moved along an axis."""
+        """Return a tensor [b, ..., n, ...] with its rows rolled along an axis."""
         return _taken(tensor, axis, self.there)
 
     def unrolled(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return a tensor [b, ..., n, ...] of moved rows with these where they were."""
+        """Return a rolled tensor [b, ..., n, ...] with its rows at their original positions."""
         return _taken(tensor, axis, self.back)
 
     def unrolled_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return weights [b, h, n, m] with queries where they were, and keys too: the last n, where there are n."""
+        """Return weights [b, h, n, m] with queries and tokens at their original positions.
+
+        The last n keys are tokens. The weights of summaries, which precede them, and of compressed keys are not moved.
+        """
         weights, length = self.unrolled(weights, 2), self.back.shape[1]
-        before = weights.shape[3] - length  # summaries
-        if before < 0:  # compressed keys are no tokens, and count from the text's beginning
+        before = weights.shape[3] - length  # number of summaries
+        if before < 0:  # compressed keys are not tokens and start at the beginning of the text
             return weights
         return torch.cat([weights[..., :before], self.unrolled(weights[..., before:], 3)], 3)
 
@@ -70,12 +75,12 @@ def _taken(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor
 
 
 def rolled_rows(module: VariantAttention, mask: torch.Tensor | None, length: int) -> RolledRows | None:
-    """Return how to move the rows of an encoder's call; None: nothing has to be moved.
+    """Return the transformation for the rows of an encoder call, or None if no row has to be moved.
 
     Args:
-        module: the attention.
-        mask: as in `attention_with_weights`; one that is not of keys alone says nothing of padding.
-        length: n, of queries and of keys.
+        module: the attention module.
+        mask: as in `attention_with_weights`. A mask that depends on the query is not used to find padding.
+        length: n, the number of queries and of keys.
     """
     if module.padding_rule != ROLLED or not is_of_keys(mask):
         return None
@@ -84,7 +89,10 @@ def rolled_rows(module: VariantAttention, mask: torch.Tensor | None, length: int
 
 
 def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function behind upstream's interface that moves padded rows where a module counts tokens."""
+    """Return an attention function that rolls left-padded rows if the attention module counts tokens.
+
+    The returned function has the signature of the attention interface of Transformers.
+    """
 
     @wraps(attend)
     def forward(
@@ -103,10 +111,10 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["reach"] = module.reach.of_rows(attention_mask[..., -memory:])
             else:
                 rows = rolled_rows(module, attention_mask[..., -memory:], memory)
-        # A prefix before an encoder's tokens is refused.
+        # A prefix before the tokens of an encoder raises an error later.
         if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)
-        is_shared = value is key  # a latent
+        is_shared = value is key  # True for a latent
         query, key = rows.rolled(query, 2), rows.rolled(key, 2)
         value = key if is_shared else rows.rolled(value, 2)
         if kwargs.get("global_attention_mask") is not None:
@@ -119,15 +127,16 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_of_keys(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Say whether there is a mask, boolean, and of keys alone: [b, 1, 1, m], or the same for all queries."""
+    """Return True if there is a boolean mask that does not depend on the query, for example [b, 1, 1, m]."""
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 
 
 def text_places(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the place of each row's first token, and the tokens from it to the last one, [b].
+    """Return the position of the first token and the number of positions from it to the last token, each [b].
 
     Args:
-        real: where there is a token, [b, m]; a row without any is taken for one of tokens alone.
+        real: True for tokens and False for padding, [b, m]. A row without any token is treated as a row without
+            padding.
     """
     first = real.int().argmax(1)
     return first, real.shape[1] - real.flip(1).int().argmax(1) - first

@@ -1,6 +1,7 @@
-"""Queries that read the same keys and values, as rows of one attention: heads of a group, beams of a sentence.
+"""Folding of queries that share keys and values into the rows of one attention call.
 
-Letters as in `softmax_attention`; B beams of each of b sentences.
+Such queries belong to the heads of a group or to the beams of a sentence. The letters are defined in
+`softmax_attention`; there are B beams for each of b sentences.
 """
 
 import torch
@@ -9,27 +10,28 @@ __all__ = ["QueryFold", "beams_of", "is_exporting", "is_traced", "repeated_for_b
 
 
 def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return B, how many batch rows of queries [b B, ...] read one of keys [b, ...]; an exported graph knows no beams.
+    """Return B, the number of query batch rows [b B, ...] per batch row of keys [b, ...].
 
-    Its batch sizes are no numbers, and must not decide anything.
+    The result is 1 during export, because the batch sizes of an exported graph are symbols that must not affect
+    control flow.
     """
     return 1 if is_exporting() else query.shape[0] // key.shape[0]
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is at work."""
-    # By the flag behind torch's function: torch 2.6 has neither, and in 2.7 to 2.11 every compiled graph takes the
-    # function for true.
+    """Return True during torch.export."""
+    # This reads the flag behind the function of torch. torch 2.6 has neither of them. In torch 2.7 to 2.11, the
+    # function returns True in every compiled graph.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def is_traced() -> bool:
-    """Whether a graph is being made, in which no number of a tensor may decide anything."""
+    """Return True while a graph is traced, in which tensor values must not affect control flow."""
     return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()
 
 
 class QueryFold:
-    """The queries of one key/value head, of all heads of a group and all beams, as rows of one attention."""
+    """A fold of the queries of a key/value head, over all heads of a group and all beams, into rows."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
         (_, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
@@ -57,7 +59,7 @@ class QueryFold:
         return mask.flatten(2, 4)
 
     def unfolded(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what `rows` made, [b, k, B g n, x], as [b B, n, k g, x]."""
+        """Return the folded states [b, k, B g n, x] as [b B, n, k g, x]."""
         size = states.shape[-1]
         if self.beams * self.length == 1:
             return states.reshape(self.memories, 1, self.kv_heads * self.groups, size)
@@ -66,7 +68,7 @@ class QueryFold:
 
 
 def repeated_for_beams(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return a mask with a row for each beam, where it has one for each of several sentences."""
+    """Repeat a mask that has one row per sentence, so that it has one row per beam."""
     if mask is None or mask.dim() < 4 or mask.shape[0] in (1, batch):
         return mask
     return mask.repeat_interleave(batch // mask.shape[0], dim=0)

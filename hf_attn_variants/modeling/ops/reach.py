@@ -1,17 +1,19 @@
-"""Which keys a query reads, by positions: of windows, with summaries or without (`block_patterns` has the others)."""
+"""The key range of sliding-window attention, with or without summaries; `block_patterns` defines other key ranges."""
 
 from typing import Any, NamedTuple
 
 __all__ = ["MAX_SIZE", "Reach", "TransientGlobal"]
 
-# Farther than any text: a layer without a window. Sizes beyond are mistakes.
+# A distance that is longer than any text. It represents a layer without a window. Larger sizes in a configuration are
+# errors.
 MAX_SIZE = 2**31
 
 
 class Reach(NamedTuple):
-    """The keys that one attention's queries read, by positions: key j for query i where i - before <= j <= i + after.
+    """The key range of an attention module, defined by positions.
 
-    Of these every `step`-th, counted from the query; and, either of them among the first `global_tokens`, any two.
+    Query i attends to key j if i - before <= j <= i + after. Of these keys, it attends to every `step`-th, counted
+    from the query. In addition, it attends to key j if i or j is one of the first `global_tokens` positions.
     """
 
     before: int
@@ -21,13 +23,15 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "Reach":
-        """Return the reach of a window: half of it on each side, or where causal the query and those before it.
+        """Return the key range of a window.
+
+        The window extends to both sides of the query by half its width. A causal window ends at the query.
 
         Args:
-            window: w; None = there is none, everything is read.
+            window: w, or None for attention to all keys.
             dilation: the step from one key to the next.
-            global_tokens: the number of the first tokens that are global.
-            is_causal: whether a query reads no later key.
+            global_tokens: the number of global tokens at the beginning of the text.
+            is_causal: if True, a query does not attend to later keys.
         """
         if window is None:
             return cls(MAX_SIZE, 0 if is_causal else MAX_SIZE)
@@ -37,50 +41,59 @@ class Reach(NamedTuple):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a token's place in the text counts, and not distances alone."""
+        """Return True if the key range depends on positions in the text and not only on distances."""
         return self.global_tokens > 0
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query reads no later key."""
+        """Return True if a query does not attend to later keys."""
         return self.after == 0
 
     def keys_read(self, memory: int) -> int:
-        """Return how many of `memory` keys a query in their midst reads, but for global tokens, which read all."""
+        """Return the number of keys out of `memory` that a query in the middle of the text attends to.
+
+        Global tokens attend to all keys and are not considered.
+        """
         return min(memory, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
     def allowed(self, queries: Any, keys: Any) -> Any:
-        """Return which of the keys at positions [m] the queries at positions [n] read, [n, m]."""
+        """Return a boolean mask [n, m] of the keys at positions [m] that the queries at positions [n] attend to."""
         distance = keys - queries[:, None]
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
         return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
 
     def covers(self, length: int, memory: int) -> bool:
-        """Say whether the last `length` of `memory` positions read all of these (causal: all before them)."""
+        """Return True if the queries at the last `length` of `memory` positions attend to all keys.
+
+        A causal query must attend to all keys up to its position.
+        """
         return self.step == 1 and memory - 1 <= self.before and (self.is_causal or memory - 1 <= self.after)
 
 
 class TransientGlobal(NamedTuple):
-    """The tokens within `radius` of a query, and a summary of each `block` tokens (`transient_global`)."""
+    """The key range of transient-global attention: tokens within `radius` and a summary per `block` tokens.
+
+    The module `transient_global` computes this attention.
+    """
 
     radius: int
     block: int
 
     @property
     def counts_tokens(self) -> bool:
-        """Always: blocks count from the text's first token."""
+        """Return True, because blocks are counted from the first token of the text."""
         return True
 
     @property
     def is_causal(self) -> bool:
-        """Never: it is of an encoder."""
+        """Return False, because only encoders have this key range."""
         return False
 
     @property
     def before(self) -> int:
-        """All keys: an encoder has no cache."""
+        """Return the maximum size, because an encoder does not have a cache."""
         return MAX_SIZE
 
     def keys_read(self, memory: int) -> int:
-        """Return how many of `memory` keys and their summaries a query in their midst reads."""
+        """Return the number of keys and summaries that a query in the middle of `memory` tokens attends to."""
         return min(memory, 2 * self.radius + 1) + memory // self.block

@@ -1,11 +1,23 @@
-"""The maths: attention with shared key/value heads and talking heads.
+"""Softmax attention with shared key/value heads and talking-heads projections.
 
-Letters used throughout: b batch, n query length, m memory (key/value) length, d size of a query and key head, d_v of a
-value head (d where nothing else is said), h_k heads of the queries, h heads of the softmax, h_v heads of the values, k
-key/value heads, g = h_k / k query heads a group. Query head i reads key/value head i // g. Multi-query attention
-(arXiv 1911.02150) is k = 1; grouped-query attention (2305.13245) is 1 < k < h_k; talking heads are 2003.02436. Where
-queries have B times as many batch rows as keys and values, the B beams of a sentence follow each other and read one
-memory.
+The modules of this package use the following letters:
+
+    b       batch size
+    n       query length
+    m       key length
+    d       size of a query or key head
+    d_v     size of a value head (equal to d unless stated otherwise)
+    h_k     number of query heads
+    h       number of softmax heads
+    h_v     number of value heads
+    k       number of key/value heads
+    g       number of query heads per group, h_k / k
+
+Query head i attends to key/value head i // g. Multi-query attention (arXiv 1911.02150) has k = 1. Grouped-query
+attention (arXiv 2305.13245) has 1 < k < h_k. Talking-heads attention is defined in arXiv 2003.02436.
+
+If queries have B times as many batch rows as keys and values, they belong to beam search. The B beams of a sentence
+are consecutive rows and share the keys and values of that sentence.
 """
 
 from collections.abc import Callable
@@ -20,10 +32,11 @@ from .variant_attention import check_mask
 
 __all__ = ["attention_with_weights", "fused_attention"]
 
-# From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused
-# kernel (measured on random heads: mostly 1.0 to 1.3 times, 1.5 to 4 on short memories; below it one call wins).
+# From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. The
+# speedup on random heads is mostly 1.0 to 1.3 times, and 1.5 to 4 times for few keys. Below this batch size, the fused
+# kernel is faster.
 MATMUL_BATCH_SIZE = 8
-# The largest heads that the flash kernels on CUDA take.
+# The largest head size that the flash kernels on CUDA support.
 MAX_FLASH_HEAD_DIM = 256
 
 
@@ -45,30 +58,32 @@ def attention_with_weights(
     m2w: torch.Tensor | None = None,
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention that materialises its weights: multi-head, multi-query, grouped-query and talking-heads alike.
+    """Compute attention and return the attention weights too.
+
+    The function covers multi-head, multi-query, grouped-query and talking-heads attention.
 
     Args:
-        query: [b, h_k, n, d]; with no talking heads also [b B, h_k, n, d], B beams of each memory
+        query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence
         key: [b, k, m, d]
-        value: [b, k, m, d_v]; or [b, h_v, m, d_v] where each query head has its own key head
-        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
-            gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights under
-            finite numbers (upstream's own masks).
+        value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head
+        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query without any allowed key gets
+            zeros if the mask is boolean, or if it contains minus infinity and `is_causal` is False. It gets uniform
+            weights if the mask contains finite numbers, as the masks of Transformers do.
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
-        is_causal: query i attends to keys 0..i
+        is_causal: if True, query i attends to keys 0..i
         dropout: the probability that a weight is dropped
-        logits_proj: P_l [h_k, h], mixes the heads before the softmax (arXiv 2003.02436, section 3)
-        weights_proj: P_w [h, h_v], mixes them after it
-        x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (2003.02436, section 5)
+        logits_proj: P_l [h_k, h], which mixes the heads before the softmax (arXiv 2003.02436, section 3)
+        weights_proj: P_w [h, h_v], which mixes the heads after the softmax
+        x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5)
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
-        score: makes the logits of queries and keys in place of the dot product (`AdditiveScore`)
+        score: computes the logits from queries and keys instead of the dot product (`AdditiveScore`)
 
     Returns:
-        The outputs [b, n, h_v, d_v] and the weights that multiply the values [b, h_v, n, m].
+        The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
 
     Raises:
-        ValueError: for a mask of whole numbers.
+        ValueError: if the mask contains integers.
     """
     check_mask(mask)
     if (beams := beams_of(query, key)) > 1:
@@ -109,14 +124,15 @@ def _attend_in_beams(
 
 
 def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Half precision would lose the small weights, so the softmax runs in at least float32, as fused kernels do.
+    # Half precision would lose small weights. The softmax is therefore computed in at least float32, as in the fused
+    # kernels.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
         return nn.functional.softmax(logits, dim=-1, dtype=dtype)
     if mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
         return nn.functional.softmax(logits, dim=-1, dtype=dtype) * mask.any(-1, keepdim=True)
-    # Zeros, and no NaN, in a row of minus infinities.
+    # This operator returns zeros instead of NaN for a row of minus infinities.
     return torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
 
 
@@ -131,17 +147,19 @@ def fused_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Multi-head, multi-query or grouped-query attention by torch's fused kernels, K and V repeated only where needed.
+    """Compute multi-head, multi-query or grouped-query attention with the fused kernels of torch.
 
-    Arguments and result are those of `attention_with_weights`, without talking heads and without the weights.
+    Keys and values are repeated only if the kernel does not support grouped heads. The arguments and the result are
+    those of `attention_with_weights`, without talking-heads projections and without the weights.
     """
     check_mask(mask)
     length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
     beams = beams_of(query, key)
-    shared = beams * (query.shape[1] // kv_heads)  # query heads that read one key/value head
+    shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # A latent is key and value at once: the fused kernel reads each block of it once, with a thread a memory.
-    # An exported graph must serve every batch size: it may not depend on one.
+    # A latent is both key and value. The fused kernel reads each block of it once and uses one thread per batch row of
+    # keys.
+    # An exported graph must support every batch size, so it must not depend on one.
     by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
     if by_matmul and not (key is value and memories >= _threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
@@ -149,16 +167,19 @@ def fused_attention(
     if is_causal and mask is not None:
         mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
-        # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
+        # A static cache is longer than the prompt. The causal mask of torch is aligned to the first key and hides the
+        # rest.
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    # Where sizes are symbols, as in a compiled step for a second batch size, only a branch makes this a bool.
+    # Sizes can be symbols, for example in a step that is compiled for a second batch size. Only a branch then yields a
+    # bool.
     enable_gqa = False
     if shared > 1 and (on_cpu or (mask is None and _flash_serves(query, value))):
         enable_gqa = True
-    # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
+    # A few queries become the rows of one attention over the shared keys. Many queries would need a mask with a row
+    # per query.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
@@ -171,7 +192,8 @@ def fused_attention(
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:
-        # On a CPU torch writes out all weights where values have another size; zeros that fill up change no product.
+        # On a CPU, torch materializes all weights if the values have another head size. Padding with zeros does not
+        # change the products.
         query, key, value = _of_one_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
@@ -186,7 +208,8 @@ def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
-    # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
+    # The other fused kernels on CUDA do not support grouped heads. Without flash kernels, torch would use the slow
+    # math kernel.
     size = query.shape[-1]
     halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
     return not query.is_cuda or (halves and _has_flash(query.device))
@@ -229,7 +252,8 @@ def _biased_mask(
 
 
 def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    # [b, h, n, x] by [b, k, x, y] to [b, h, n, y]: a group's heads stand below each other, none is repeated.
+    # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads of a group are stacked as rows, so that no
+    # head is repeated.
     batch, heads, length, _ = states.shape
     if heads == shared.shape[1]:
         return states @ shared
@@ -239,10 +263,11 @@ def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def _mix_heads(
     heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_memory: torch.Tensor | None
 ) -> torch.Tensor:
-    # [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to [b, j, n, m]: one small matmul over all positions.
+    # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. This is one small matmul
+    # over all positions.
     if proj is None:
         return heads
-    # The projections may be kept in float32 beside a model in half precision.
+    # The projections may be stored in float32 even if the model uses half precision.
     mixed = (proj.to(heads.dtype).transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
     if by_query is not None:
         mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)

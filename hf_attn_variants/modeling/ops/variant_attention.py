@@ -1,4 +1,4 @@
-"""What our functions read of an attention: its heads, and its attributes with their types."""
+"""The type of an attention module with a variant, its head counts, and helpers that read its call arguments."""
 
 from typing import Any, NamedTuple
 
@@ -9,25 +9,26 @@ __all__ = ["AttentionHeads", "VariantAttention", "call_options", "check_mask", "
 
 
 class AttentionHeads(NamedTuple):
-    """The head counts of one attention, their sizes, the rank of its latent, and how its heads talk."""
+    """The head counts of an attention module, the sizes of its heads, its latent rank and its talking-heads mode."""
 
     query: int  # h_k
     key: int  # k
-    value: int  # of the value projection: k, or h_v where each query head has a key head of its own
+    value: int  # heads of the value projection: k, or h_v if each query head has its own key head
     softmax: int  # h
-    output: int  # h_v, which the output projection reads
-    head_dim: int  # d, of queries and keys
-    value_dim: int  # d_v, of values
-    rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
-    talking: str | None = None  # the projections across heads: None, "logits", "weights", "both"
-    talking_init: str = "identity"  # what these begin as
-    dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to them
+    output: int  # h_v, the heads that the output projection reads
+    head_dim: int  # d, the size of a query or key head
+    value_dim: int  # d_v, the size of a value head
+    rank: int | None = None  # r, the rank of the latent; None if keys and values are cached directly
+    talking: str | None = None  # the talking-heads projections: None, "logits", "weights" or "both"
+    talking_init: str = "identity"  # the initialization of these projections
+    dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to these projections
 
 
 class VariantAttention(nn.Module):
-    """An attention of upstream's with `AttentionVariantMixin`; nothing is made of this class, which says types alone.
+    """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
 
-    What upstream's constructors set is `Any`: each host's is another.
+    The class is used only in type annotations and is never instantiated. The attributes that the constructors of
+    Transformers set are `Any`, because their types differ between architectures.
     """
 
     config: Any
@@ -41,23 +42,24 @@ class VariantAttention(nn.Module):
     heads: AttentionHeads
     projection_names: tuple[str, ...]
     dynamic_names: tuple[str, ...]
-    projects_itself: bool  # whether our forward makes queries, keys and values, and not upstream's
+    projects_itself: bool  # True if this package, not Transformers, computes queries, keys and values
     keeps_cache: bool
     implementation: str
     is_own: bool
-    kv_a_proj: nn.Module  # where the latent is smaller than the input
-    reach: Any  # a `Reach`, `BlockPattern` or `TransientGlobal`; None: all is read
-    score: Any  # an `AdditiveScore`; None: the dot product
-    compression: Any  # a `MemoryCompression`; None: keys and values are a token's
+    kv_a_proj: nn.Module  # present if the latent is smaller than the input
+    reach: Any  # a `Reach`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
+    score: Any  # an `AdditiveScore`; None for the dot product
+    compression: Any  # a `MemoryCompression`; None if there is one key and one value per token
     padding_rule: int
-    is_plain: bool  # whether it has no mechanism but grouped heads and a latent
-    kernel: Any  # an `AttentionKernel`; None: a softmax
+    is_plain: bool  # True if grouped heads and a latent are the only mechanisms
+    kernel: Any  # an `AttentionKernel`; None for a softmax
 
 
 def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of `module` asks for its attention weights, by itself or by the configuration."""
+    """Return True if the call arguments or the configuration request the attention weights of `module`."""
     asked = kwargs.get("output_attentions")
-    # The field behind the property, here and below: properties of a configuration cost microseconds a layer and step.
+    # This function and the next one read the private field. The property of the configuration would cost microseconds
+    # per layer and step.
     return bool(module.config._output_attentions if asked is None else asked)
 
 
@@ -74,12 +76,13 @@ def call_options(
     dropout: float,
     is_causal: bool | None,
 ) -> dict[str, Any]:
-    """Return the scaling, causality and dropout of a call of Transformers' attention interface."""
+    """Return the scaling, the causality and the dropout for a call of the attention interface of Transformers."""
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        # A mask decides by itself what is causal, and a single query is the last token and reads the whole cache.
-        # `torch.jit.trace` makes sizes tensors, and torch's kernels require a bool.
+        # A mask already contains the causal structure. A single query is the last token and attends to the whole
+        # cache.
+        # `torch.jit.trace` turns sizes into tensors, but the kernels of torch require a bool.
         "is_causal": bool(mask is None and asked and query.shape[2] > 1),
         "dropout": dropout,
     }
@@ -89,7 +92,7 @@ def check_mask(mask: torch.Tensor | None) -> None:
     """Check that a mask is boolean or additive.
 
     Raises:
-        ValueError: for whole numbers, of which it is unclear whether they are to be added.
+        ValueError: if the mask contains integers. It is then unclear if they should be added to the logits.
     """
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
