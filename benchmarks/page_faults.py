@@ -139,15 +139,15 @@ def _keeper() -> str | None:
 
 @contextmanager
 def watched_rounds(module: ModuleType) -> Iterator[dict[str, list[Usage]]]:
-    """Watch what the contestants take that `module._timed` runs.
+    """Watch what the contestants take that `module._time_engines` runs.
 
     Args:
-        module: of the package; its `_timed` gets a dict of names and functions first.
+        module: of the package; its `_time_engines` gets a dict of names and functions first.
 
     Yields:
         For each name the usage of each call of its function, those that warm up included.
     """
-    timed = module._timed
+    timed = module._time_engines
     found: dict[str, list[Usage]] = {}
 
     def watched(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,8 +159,8 @@ def watched_rounds(module: ModuleType) -> Iterator[dict[str, list[Usage]]]:
 
         return call
 
-    module._timed = lambda runs, *more: timed({name: watched(name, run) for name, run in runs.items()}, *more)
+    module._time_engines = lambda runs, *more: timed({name: watched(name, run) for name, run in runs.items()}, *more)
     try:
         yield found
     finally:
-        module._timed = timed
+        module._time_engines = timed

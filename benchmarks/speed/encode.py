@@ -98,7 +98,7 @@ def measure_passes(
     models = checked_models(config, **options)
     with torch.no_grad(), watched_rounds(speed) as usages:
         runs = {name: decoding_or_pass(model, batch_size, length, None) for name, (_, model) in models.items()}
-        times = speed._timed(runs, rounds, "cpu")
+        times = speed._time_engines(runs, rounds, "cpu")
     rows: list[dict[str, Any]] = []
     for name, found in times.items():
         each = [1e3 * end for _, end in found]

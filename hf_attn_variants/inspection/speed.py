@@ -369,7 +369,7 @@ def measure_speed(
     variants = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
     runs = {name: decoding_or_pass(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
-    times = _timed(runs, rounds, device)
+    times = _time_engines(runs, rounds, device)
     rows = _rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
     return SpeedTable(
         checkpoint, current.auto_classes[auto_class], batch_size, length, max_new_tokens, num_beams, dtype, device,
@@ -471,7 +471,7 @@ def order_of_round(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def _timed(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
+def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
     """Return {name: times of each round} of the contestants."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # round -1 warms up

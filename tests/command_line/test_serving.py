@@ -259,7 +259,7 @@ def test_other_conversions_are_timed_too(tmp_path, capsys):
     [
         (["--serving", "--variants", "3"], "must be a JSON object"),
         (["--serving", "--variants", "{}"], "must be a JSON object"),
-        (["--serving", "--variants", "{"], "not JSON"),
+        (["--serving", "--variants", "{"], "must be JSON"),
         (["--variants", '{"kv_lora_rank": 4}'], "--variants requires --serving"),
     ],
 )

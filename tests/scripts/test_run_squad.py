@@ -27,7 +27,9 @@ def test_user_error_is_one_line_and_status_2(model, tmp_path):
     assert statuses == [2] and "Traceback" not in printed
     last = printed.splitlines()[-1]
     assert (
-        last.startswith("error: ") and "bad.json" in last and "(id 0-1): the answer 'Bob' is not what stands" in last
+        last.startswith("error: ")
+        and "bad.json" in last
+        and "(id 0-1): The answer 'Bob' must equal the context" in last
     )
 
 

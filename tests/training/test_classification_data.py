@@ -116,7 +116,7 @@ def test_labels_that_look_alike_and_labels_of_all_rows_are_told(load, caplog):
     assert (
         r"Labels that look the same are different labels: 'cafe\u0301', 'caf\xe9', 'pos', 'pos\u200b'" in caplog.text
     )
-    assert "every training row has the label 'any'" in caplog.text
+    assert "Every training row has the label 'any'" in caplog.text
 
 
 def test_two_hundred_labels_are_classes():
@@ -406,9 +406,7 @@ def test_labels_may_be_named_in_another_order_and_beyond_the_training_rows(load,
     assert found.scheme.names == ("z", "y", "x") and found.splits["train"].data["label"][:] == [2, 1]
     assert found.splits["validation"].data["label"][:] == [0]
     assert "No training row has the labels 'z'" in caplog.text
-    with pytest.raises(
-        ValueError, match=r"train.csv, line 3, row 2, column 'label': the label 'y' is none of 'x', 'z'"
-    ):
+    with pytest.raises(ValueError, match=r"train.csv, line 3, row 2, column 'label'.*'x', 'z', got 'y'"):
         load({"train.csv": TRAIN}, "--labels", "x", "z")
 
 
@@ -438,7 +436,7 @@ def test_what_was_decided_is_said(load, caplog):
         load({"train.csv": TRAIN})
         load({"train.csv": "text,label\na,0.5\nb,-1\n"})
     assert "train: 2 rows with labels 'x' 1, 'y' 1 (single_label_classification)" in caplog.text
-    assert "train: 2 rows, labels from -1 to 0.5: regression" in caplog.text
+    assert "train: 2 rows with labels from -1 to 0.5 (regression)" in caplog.text
 
 
 # A saved model's labels

@@ -106,11 +106,11 @@ def test_a_shard_that_cannot_be_read_is_named(open_folder):
         ),
         ("train.jsonl", b'{"text": "ab\n', OSError, r"\(train\), train\.jsonl.*row 0"),
         ("train.txt", b"", ValueError, r"\(train\).*row"),
-        ("validation.jsonl", as_lines(ROWS), ValueError, ".*'train'.* only validation"),
+        ("validation.jsonl", as_lines(ROWS), ValueError, "has only validation"),
     ],
 )
 def test_a_folder_without_text_is_named(open_folder, tmp_path, name, content, error, message):
-    with pytest.raises(error, match=rf"{tmp_path}.*{message}"):
+    with pytest.raises(error, match=message):
         open_folder({name: content})
 
 

@@ -37,7 +37,7 @@ def test_a_folder_does_not_read_like_a_hub_id(given, written, tmp_path, monkeypa
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     with full_disk(64):
-        with pytest.raises(OSError, match=r"could not write .*results\.json \(OSError: .*File too large"):
+        with pytest.raises(OSError, match=r"results\.json cannot be written \(OSError: .*File too large"):
             save_results(
                 tmp_path / "results.json", {"score": 1.0}, TrainingSettings(model_name_or_path="m", output_dir="o")
             )
