@@ -211,7 +211,7 @@ def test_empty_cells_of_glue_are_said(tmp_path, caplog):
         assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
     assert "2 of 3 rows have an empty cell" in caplog.text
     (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
-    with pytest.raises(ValueError, match="line 1: .*'sentence' twice"):
+    with pytest.raises(ValueError, match=r"line 1: .*'sentence' twice"):
         read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])
 
 
