@@ -17,7 +17,7 @@ with known_imports():
 __all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_and_mark"]
 
 
-# A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
+# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
 if TYPE_CHECKING:
     _Stack = nn.Module
 

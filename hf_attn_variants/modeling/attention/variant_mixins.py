@@ -222,7 +222,7 @@ class AttnVariantModelMixin(_Model):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Replace "eager" and "sdpa" (the default) by the functions of this package, and return other names unchanged."""
+        """Replace "eager" and "sdpa" (the default) by the functions of this package. Other names do not change."""
         upstreams: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
         requested = upstreams.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
@@ -230,7 +230,7 @@ class AttnVariantModelMixin(_Model):
 
 
 def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
-    """Yield a regular expression for the talking-heads parameters of each attention module that are added on loading."""
+    """Yield a regular expression per attention module for its talking-heads parameters that are added on loading."""
     for site, path, _ in model.named_attentions() if added else ():
         if (site.place_prefix, site.layer(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
