@@ -1,1 +1,1 @@
-"""What travels to the Hub with every checkpoint, a file a room; it imports torch, transformers and itself alone."""
+"""The code that ships with every checkpoint on the Hub. It imports only torch, Transformers and itself."""

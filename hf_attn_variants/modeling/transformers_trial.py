@@ -1,8 +1,9 @@
-"""Under a transformers that is newer than those this code was run with: is a host still what upstream's is?
+"""A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
 
-Names and signatures can be checked (`upstream`), meanings cannot. So before the first model of a host is built there,
-a tiny one of upstream's and ours with the same weights read the same tokens, at once and one by one through a cache.
-It takes some tenths of a second at most, once a process, and changes no state of random numbers.
+The module `upstream` checks names and signatures, but not behavior. Before the first model of an architecture is
+built, a tiny variant and a tiny original model with the same weights therefore read the same tokens. They read them
+at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does not
+change the states of random number generators.
 """
 
 from collections.abc import Iterator
@@ -18,23 +19,23 @@ from .variant_names import NEWEST_RUN
 
 __all__ = ["try_host"]
 
-logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+logger = logging.get_logger("transformers.attn_variants")  # follows the verbosity of Transformers, also in remote code
 
 HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
-# The largest difference that is allowed, as a part of the largest output.
+# The largest allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
-# What each host's trial found to be wrong, if anything: every later model of the host is refused for it too.
+# The error of each compared architecture, or None. All later models of the architecture raise the same error.
 _tried: dict[str, str | None] = {}
 
 
 def try_host(model_class: Any) -> None:
-    """Compare a host's tiny models with upstream's, where this transformers is newer than those that were run.
+    """Compare tiny variants of an architecture with the original models if the Transformers release is untested.
 
     Args:
-        model_class: any model class of ours of this host.
+        model_class: any variant model class of this architecture.
 
     Raises:
-        UpstreamChanged: where outputs differ, or ours cannot be computed.
+        UpstreamChanged: if the outputs differ or the variant raises an error.
     """
     name = model_class.config_class.model_type
     if not is_newer(transformers.__version__, NEWEST_RUN):
@@ -43,12 +44,12 @@ def try_host(model_class: Any) -> None:
         if (found := _tried[name]) is not None:
             raise UpstreamChanged(found)
         return
-    _tried[name] = None  # first, for the trial builds models itself
+    _tried[name] = None  # set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for fields in _kinds(model_class):
             for implementation in ("eager", "sdpa"):
                 try:
-                    # Without memory, by `init_empty_weights` for one: the next model is tried.
+                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again at the next model.
                     if not _try(model_class, implementation, **fields):
                         del _tried[name]
                         return
@@ -58,13 +59,13 @@ def try_host(model_class: Any) -> None:
 
 
 def is_newer(version: str, than: str) -> bool:
-    """Say whether a version is of a later minor release than `than`."""
+    """Return True if a version belongs to a later minor release than `than`."""
     minor = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
     return minor > [int(part) for part in than.split(".")]
 
 
 def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
-    """Yield the fields of upstream's configuration that make another kind of model of a host."""
+    """Yield the configuration fields for each kind of model of an architecture."""
     yield {}
     sites = model_class.attention_sites
     if any(site.is_cross_attention for site in sites) and not hasattr(
@@ -74,10 +75,10 @@ def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
 
 
 def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
-    """Compare tiny models of these fields; return False where models have no memory to be compared in.
+    """Compare tiny models with these fields, and return False if models are built on the meta device.
 
     Raises:
-        UpstreamChanged: where outputs differ, or ours cannot be computed.
+        UpstreamChanged: if the outputs differ or the variant raises an error.
     """
     name = model_class.config_class.auto_classes["AutoModel"]
     upstream_class, our_class = next(pair for pair in model_class.variant_classes.items() if pair[1].__name__ == name)
@@ -91,13 +92,13 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
         for each in upstream.parameters():
             each.copy_(torch.randn(each.shape, generator=drawn))
         expected = _outputs(upstream, config)
-    except Exception as error:  # upstream's own: it does not say that ours is wrong
+    except Exception as error:  # the original model fails, so the variant may be correct
         reason = f"{type(error).__name__}: {error}"
         logger.warning(f"{upstream_class.__name__} of transformers {transformers.__version__} was not tried: {reason}")
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
-    # The others differ in what does not depend on the implementation.
+    # The other variants differ only in code that does not depend on the implementation.
     for variant in ({}, exact, shared) if implementation == "eager" else ({},):
         try:
             ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
@@ -107,7 +108,7 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
         except Exception as error:
             raise changed(f"a tiny {our_class.__name__} ends in {type(error).__name__}: {error}") from error
         for how, one, other in zip(("at once", "in steps"), expected, outputs, strict=True):
-            # Upstream has no shared heads: there it is enough that they could be computed.
+            # Transformers has no shared heads, so the outputs of this variant are computed but not compared.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
                 raise changed(f"a tiny {our_class.__name__} that reads {how} is {difference:.0e} off upstream's")
@@ -115,7 +116,7 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
 
 
 def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
-    """Return upstream's configuration of a tiny model without dropout."""
+    """Return a configuration of Transformers for a tiny model without dropout."""
     upstream = next(
         each for each in config_class.__mro__ if each.__dict__.get("model_type") in config_class.upstream_model_types
     )
@@ -131,9 +132,10 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states [1, n, D] of a text read at once, and read token by token through a cache.
+    """Return the last hidden states [1, n, D] of a text at once, and token by token with a cache.
 
-    Of an encoder the second is of a text with padding; what a decoder reads of its source has some, too.
+    For an encoder, the second output is that of a text with padding. The encoder outputs for a decoder have padding
+    too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
     memory: dict[str, Any] = {}

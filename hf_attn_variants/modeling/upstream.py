@@ -1,9 +1,9 @@
-"""What this code knows of transformers' inner parts, and the one line that stops it where these have changed.
+"""The internal names of Transformers that this code depends on, and the error that reports a change in them.
 
-This code leans on parts of transformers that promise nothing: what a layer hands to its attention, what a cache's
-layer is called. It travels inside of repositories, and is run under releases that came after it. So all of that is
-named here once, by role, with every name that a release had; and it is checked, classes and signatures when a host's
-file is imported, attributes when a model is built, arguments in each call.
+This code depends on internals of Transformers, such as the arguments of an attention layer and the names of cache
+layers. It ships with checkpoints, so later releases of Transformers may run it. This file therefore lists each
+internal argument once by its role, with its names in all releases. Classes and signatures are checked when the file
+of an architecture is imported, attributes when a model is built, and arguments in each call.
 """
 
 import dis
@@ -36,12 +36,13 @@ __all__ = [
     "variants_of",
 ]
 
-# What arguments are called, by role; the newest name first. A role that a method of upstream's lacks stops the import.
+# The names of arguments by role, with the newest name first. If a method of Transformers lacks a role, the import
+# fails.
 ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
     "memory": ("key_value_states", "encoder_hidden_states"),
-    "cache": ("cache", "past_key_values"),  # renamed in 5.24, which takes the old name until 5.40
+    "cache": ("cache", "past_key_values"),  # renamed in 5.24; the old name works until 5.40
     "bias": ("position_bias",),
     "ids": ("input_ids",),
     "types": ("token_type_ids",),
@@ -51,30 +52,31 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 CACHE_ROLES = ("cache", "cache_length")
 
-# Arguments that reach an attention and change nothing in it: they say what a model returns, and how Trainer counts.
-# All others that are not known stop a call: packed sequences (`cu_seq_lens_q`) for one would be read as a single text.
+# Arguments that an attention receives and that do not change its outputs. They select the outputs of a model or belong
+# to the Trainer. All other unknown arguments raise an error. For example, packed sequences (`cu_seq_lens_q`) would
+# otherwise be read as a single text.
 UNCHANGING = frozenset(
     {
-        "labels",  # Seq2SeqTrainer's, which `generate` hands to the encoder
+        "labels",  # from Seq2SeqTrainer; `generate` passes it to the encoder
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "position_ids",  # of positions that were added to the words already
+        "position_ids",  # the embeddings already contain these positions
         "return_dict",
         "use_cache",
     }
 )
-# Arguments that our own code hands to the attention functions.
+# Arguments that the code of this package passes to the attention functions.
 OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
 
 
 class UpstreamChanged(ImportError):
-    """transformers' inner parts have changed in a way that this code does not know."""
+    """An error about a change in the internals of Transformers that this code does not support."""
 
 
 def changed(what: str) -> UpstreamChanged:
-    """Return the error that says what has changed, in one line with the ways out."""
+    """Return a one-line error that describes the change and lists the possible solutions."""
     return UpstreamChanged(
         f"transformers {transformers.__version__} has changed where hf_attn_variants {ATTN_VARIANTS_VERSION} leans on "
         f"it, and outputs could be wrong: {what}. This code was run with transformers {OLDEST_RUN} to {NEWEST_RUN}. "
@@ -85,7 +87,7 @@ def changed(what: str) -> UpstreamChanged:
 
 @contextmanager
 def known_imports() -> Iterator[None]:
-    """Around imports of upstream's inner parts: one that fails becomes the error of this file."""
+    """Convert failed imports of internals of Transformers into `UpstreamChanged`."""
     try:
         yield
     except UpstreamChanged:
@@ -95,16 +97,16 @@ def known_imports() -> Iterator[None]:
 
 
 class Arguments:
-    """The arguments of a method of upstream's by their roles, however this release calls and orders them.
+    """The arguments of a method of Transformers by their roles, independent of the names and order in this release.
 
     Args:
-        owner: upstream's class.
-        roles: those that our own method reads, in the order of `read` and `split`.
-        method: its name.
-        returns: how many values it returns, where ours returns as many in its place.
+        owner: the class of Transformers.
+        roles: the roles that the method of this package reads, in the order of `read` and `split`.
+        method: the name of the method.
+        returns: the number of values that both methods return. None = the number is not checked.
 
     Raises:
-        UpstreamChanged: where it lacks a role or returns another number of values.
+        UpstreamChanged: if the method lacks a role or returns another number of values.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Arguments:
         self.order = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)
         self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
-        # What upstream takes under its other name as well.
+        # Arguments that Transformers accepts under two names.
         self.former = tuple(
             (old, name)
             for role, name in zip(roles, self.names, strict=True)
@@ -130,16 +132,16 @@ class Arguments:
             _check_returned(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the roles, None for what was not given; puts this release's names into `kwargs`."""
+        """Return the values of the roles, with None for missing ones, and rename `kwargs` to the current names."""
         self._rename(kwargs)
         return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the values of the roles, and all other arguments by name: what is left of `kwargs`."""
+        """Return the values of the roles, and a dictionary of all other arguments."""
         self._rename(kwargs)
         values: list[Any] = []
         count = len(args)
-        for name, at in self.places:  # no comprehension: this is a part of each decoding step
+        for name, at in self.places:  # faster than a comprehension in each decoding step
             values += (args[at] if at < count else kwargs.pop(name, None),)
         for name, at in self.others:
             if at < count:
@@ -147,11 +149,11 @@ class Arguments:
         return values, kwargs
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
-        """Return all arguments of a call by upstream's names.
+        """Return a dictionary of all arguments of a call under the names of this release.
 
         Args:
-            args, kwargs: the call's.
-            instead: values by role that take the place of the call's own.
+            args, kwargs: the arguments of the call.
+            instead: values by role that replace those of the call.
         """
         self._rename(kwargs)
         named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
@@ -166,26 +168,26 @@ class Arguments:
 
 
 def upstream_class(cls: type, ours: type) -> type:
-    """Return upstream's class that a class of ours, with the mixin `ours` among its bases, takes its forward from."""
+    """Return the class of Transformers whose `forward` a class with the mixin `ours` inherits."""
     upstreams = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
     return next(base for base in upstreams if "forward" in vars(base))
 
 
 def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
-    """Return, for each class of upstream's that a file derives one of ours from, ours: its last base is upstream's.
+    """Return a dictionary from each class of Transformers, the last base, to the variant class that a file defines.
 
     Args:
-        names: what the file has defined so far, its `globals()`.
+        names: the names that the file has defined so far, its `globals()`.
     """
     classes = [each for each in names.values() if isinstance(each, type) and issubclass(each, nn.Module)]
     return {each.__bases__[-1]: each for each in classes if each.__module__ == names["__name__"]}
 
 
 def auto_class_names(model_type: str) -> dict[str, str]:
-    """Return the name of upstream's class for a model type by the Auto class that makes it.
+    """Return a dictionary from each Auto class to the name of its Transformers class for a model type.
 
     Raises:
-        UpstreamChanged: if not even `AutoModel` has one.
+        UpstreamChanged: if `AutoModel` has no class for the model type.
     """
     with known_imports():
         from transformers.models.auto import modeling_auto
@@ -201,10 +203,10 @@ def auto_class_names(model_type: str) -> dict[str, str]:
 
 
 def check_called(owner: type, method: str, name: str) -> None:
-    """Check that a method of upstream's still calls the one that a class of ours gives it.
+    """Check that a method of Transformers still calls the method that a class of this package overrides.
 
     Raises:
-        UpstreamChanged: if its code does not name it.
+        UpstreamChanged: if the code of the method does not contain the name.
     """
     check_attributes(owner, (method,))
     code = inspect.unwrap(getattr(owner, method)).__code__
@@ -213,15 +215,15 @@ def check_called(owner: type, method: str, name: str) -> None:
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
-    """Check that a method of upstream's is there, takes these arguments first, and asks for no others.
+    """Check that a method of Transformers exists, begins with these arguments and requires no others.
 
     Args:
-        owner: upstream's class.
-        method: what our code overrides or calls.
-        names: its first arguments behind `self`, in their order.
+        owner: the class of Transformers.
+        method: the method that this package overrides or calls.
+        names: the first arguments after `self`, in their order.
 
     Raises:
-        UpstreamChanged: if not.
+        UpstreamChanged: if the method is missing or has other arguments.
     """
     parameters = _parameters(owner, method)
     first = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)[: len(names)]
@@ -232,10 +234,10 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
 
 
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
-    """Check that one of upstream's objects has the attributes that our code reads.
+    """Check that an object of Transformers has the attributes that this package reads.
 
     Raises:
-        UpstreamChanged: if it lacks one.
+        UpstreamChanged: if the object lacks one of them.
     """
     for name in names:
         if not hasattr(thing, name):
@@ -244,10 +246,10 @@ def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that an attention function would swallow.
+    """Check that an attention function does not receive arguments that it would ignore.
 
     Raises:
-        ValueError: for one that it does not know and that is not None.
+        ValueError: if an unknown argument is not None.
     """
     for name, value in kwargs.items():
         if value is not None and name not in UNCHANGING and name not in OWN:
@@ -267,7 +269,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a method behind `self`, those of functions that collect the rest left out."""
+    """Return the parameters of a method after `self`, without `*args` and `**kwargs`."""
     check_attributes(owner, (method,))
     static = inspect.getattr_static(owner, method)
     parameters = dict(inspect.signature(getattr(owner, method)).parameters)
@@ -284,7 +286,7 @@ def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
 
 
 def _check_returned(function: Any, returns: int, place: str) -> None:
-    """Check by its bytecode that each `return` of a function has so many values, the outputs first."""
+    """Check in the bytecode that each `return` of a function has this number of values, with the outputs first."""
     code = inspect.unwrap(function).__code__
     steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
     ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
@@ -301,7 +303,7 @@ def _check_returned(function: Any, returns: int, place: str) -> None:
 def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
     if not step.opname.startswith("LOAD_FAST"):
         return ()
-    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # 3.13 loads two at once
+    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # Python 3.13 loads two at once
 
 
 _IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
@@ -310,7 +312,7 @@ _RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name
 
 @lru_cache(maxsize=1)
 def cache_name() -> str:
-    """Return what this release calls the cache in a model's calls and in its outputs."""
+    """Return the name of the cache argument and output of models in this release."""
     with known_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {each.name: each for each in fields(BaseModelOutputWithPast)}
@@ -318,12 +320,14 @@ def cache_name() -> str:
 
 
 def cache_of(output: Any) -> Any:
-    """Return the cache in a model's output, by this release's name."""
+    """Return the cache in the output of a model."""
     return getattr(output, cache_name())
 
 
 def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a cache by its former name beside one by this release's: upstream would drop the first.
+    """Check that a call does not pass caches under both the old and the current name.
+
+    Transformers would ignore the cache under the old name.
 
     Raises:
         ValueError: if a call has both.

@@ -1,4 +1,4 @@
-"""What is checked of transformers' inner parts: classes and methods once, attributes when a model is built."""
+"""Checks of the internals of Transformers: classes and methods once per process, attributes when a model is built."""
 
 import inspect
 import sys
@@ -18,7 +18,7 @@ __all__ = [
     "check_paths",
 ]
 
-# Methods of upstream's that our classes override or call, and their first arguments behind `self`, in this order.
+# Methods of Transformers that this package overrides or calls, and their first arguments after `self`, in this order.
 MODEL_METHODS = {
     "post_init": (),
     "_init_weights": ("module",),
@@ -45,39 +45,39 @@ CACHE_METHODS = {
     "reorder_cache": ("beam_idx",),
 }
 PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
-# Attributes that are read or set: of model classes, of configurations, of a cache's layers, of caches.
+# Attributes of model classes, configurations, cache layers and caches that this package reads or sets.
 MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
 CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
 LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
 CACHE_ATTRIBUTES = ("is_compileable", "layers")
 PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
-# The first arguments of an attention function, which a layer hands over by place, and those that a mask function gets.
+# The first arguments of an attention function, which are positional, and the arguments of a mask function.
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
-KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # which a layer hands over by their names
+KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
-    """Check what every model here takes from upstream's; once a process.
+    """Check the internals of `PreTrainedModel` that every model uses. This runs once per process.
 
     Raises:
-        UpstreamChanged: where it is not as it is known.
+        UpstreamChanged: if a method or an attribute has changed.
     """
     with known_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
-    # By this a configuration of ours knows that a model is built (`fields/foreign_classes.py`).
+    # A variant configuration detects by this call that a model is being built (`fields/foreign_classes.py`).
     check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 
 def check_caches() -> None:
-    """Check upstream's caches, their layers and the pair of caches of an encoder-decoder; once a process.
+    """Check the caches of Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
 
     Raises:
-        UpstreamChanged: where one is not as it is known.
+        UpstreamChanged: if a method or an attribute has changed.
     """
     with known_imports():
         from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
@@ -90,10 +90,10 @@ def check_caches() -> None:
 
 
 def check_configurations() -> None:
-    """Check what our configurations take from upstream's; once a process.
+    """Check the internals of `PreTrainedConfig` that variant configurations use. This runs once per process.
 
     Raises:
-        UpstreamChanged: where it is not as it is known.
+        UpstreamChanged: if a method or an attribute has changed.
     """
     with known_imports():
         from transformers import PreTrainedConfig
@@ -102,10 +102,12 @@ def check_configurations() -> None:
 
 
 def check_attention_function(owner: type) -> None:
-    """Check how upstream's layers of this class call an attention function: as they do its own eager one.
+    """Check the arguments with which a layer of Transformers calls an attention function.
+
+    The layer calls all attention functions in the same way, so the check reads the eager function of its file.
 
     Raises:
-        UpstreamChanged: where that takes other arguments.
+        UpstreamChanged: if the eager function takes other arguments.
     """
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
@@ -118,10 +120,10 @@ def check_attention_function(owner: type) -> None:
 
 
 def check_mask_functions(*functions: Any) -> None:
-    """Check that upstream's mask functions are called by the names that ours read.
+    """Check that the mask functions of Transformers take the arguments that this package reads.
 
     Raises:
-        UpstreamChanged: where one takes others.
+        UpstreamChanged: if a function lacks one of these arguments.
     """
     for function in functions:
         taken = inspect.signature(function).parameters
@@ -131,10 +133,10 @@ def check_mask_functions(*functions: Any) -> None:
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
-    """Check that there are submodules at these paths.
+    """Check that a module has submodules at these paths.
 
     Raises:
-        UpstreamChanged: if one is missing.
+        UpstreamChanged: if a submodule is missing.
     """
     for path in paths:
         part = module

@@ -1,1 +1,1 @@
-"""Where mechanisms are plugged into attention and into a model."""
+"""The integration of the attention mechanisms into the attention modules and the models of Transformers."""

@@ -1,4 +1,4 @@
-"""Masks that upstream is asked for: of padding alone where an attention knows the rest by itself."""
+"""Mask functions that cover only padding if an attention applies its causal or window pattern itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,11 @@ __all__ = ["mask_of_padding"]
 
 
 def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Return upstream's mask function, but where an attention has a pattern or a kernel: there padding alone.
+    """Return a mask function that covers only padding if the attention has a pattern or a kernel.
 
-    It is [b, 1, 1, m]. What is causal, or within a window, the attention knows itself: a mask of n x m would be larger
-    than all it computes. A decoder's mask is as long as all tokens seen, whatever of them a layer's cache has kept.
+    In other cases, it calls the mask function of Transformers. A padding mask is [b, 1, 1, m]. The attention applies
+    the causal rule and the window itself, because a mask [n, m] would be larger than all of its other tensors. The
+    mask of a decoder covers all tokens seen, even if the cache of a layer stores fewer.
     """
 
     def mask(**options: Any) -> torch.Tensor | None:

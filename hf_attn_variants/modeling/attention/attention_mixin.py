@@ -125,7 +125,8 @@ class AttentionVariantMixin(_Attention):
             kwargs: the other arguments of the call.
 
         Returns:
-            The terms of P_l and P_w by name, [b, n or m, heads in, heads out]. For a kernel, the cache of its states.
+            The terms of P_l and P_w as a dictionary of tensors [b, n or m, heads in, heads out]. For a kernel, the
+            cache of its states.
 
         Raises:
             ValueError: if the attention implementation or the cache does not support the variant.

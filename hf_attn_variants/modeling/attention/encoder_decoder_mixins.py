@@ -1,4 +1,4 @@
-"""What encoder-decoders have of their own: a latent of the encoder's outputs, and beams that share these."""
+"""Mixins for encoder-decoders: a shared latent of the encoder outputs, and beams that share the encoder outputs."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,18 @@ with known_imports():
 __all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_and_mark"]
 
 
-# A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
+# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
 if TYPE_CHECKING:
     _Stack = nn.Module
 
-    class _Generation(nn.Module):  # upstream's methods, some of which were static once, are not known to the checker
+    class _Generation(nn.Module):  # hides the methods of Transformers, some of which were static in older releases
         config: Any
 else:
     _Stack = _Generation = object
 
 
 class MakesCrossLatent(_Stack):
-    """What a decoder's stack adds: it makes the latent of the encoder's outputs, once for all its layers."""
+    """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
 
     memory_arguments: Arguments
 
@@ -37,7 +37,7 @@ class MakesCrossLatent(_Stack):
         cls.memory_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("memory", "cache"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stack as upstream's does."""
+        """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
         memory, cache = self.memory_arguments.read(args, kwargs)
         makes_latent = getattr(self, "cross_kv_a_proj", None)
         if makes_latent is None or memory is None or holds_latent(cache):
@@ -58,19 +58,19 @@ check_called(GenerationMixin, "_beam_search", "_reorder_cache")
 def expand_and_mark(
     expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs whose rows are repeated.
+    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs with repeated rows.
 
     Args:
-        expand: `_expand_inputs_for_generation` of Transformers, whose arguments follow.
-        shares: whether the model's attention reads one memory for all beams of a sentence.
-        expand_size: beams or samples of a sentence.
-        is_encoder_decoder: as Transformers passes it.
-        input_ids: the decoder's.
-        kwargs: the model's other inputs.
+        expand: the method `_expand_inputs_for_generation` of Transformers, which takes the following arguments.
+        shares: True if all beams of a sentence can read the same row of encoder outputs.
+        expand_size: the number of beams or samples per sentence.
+        is_encoder_decoder: the value that Transformers passes.
+        input_ids: the input ids of the decoder.
+        kwargs: the other inputs of the model.
     """
     outputs = kwargs.get("encoder_outputs")
     if shares and expand_size > 1 and outputs is not None:
-        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # Transformers writes into it
+        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # a copy, because Transformers changes it
     input_ids, kwargs = expand(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
@@ -80,12 +80,12 @@ def expand_and_mark(
 
 
 class BeamsShareMemory(_Generation):
-    """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
+    """A mixin for generation in which all beams or samples of a sentence read the same row of encoder outputs."""
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        # Only our attention functions read one memory for all beams, and not where heads talk.
+        # Only the functions of this package can share encoder outputs, and only without talking-heads projections.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not talks(self.config, "cross_")
         upstreams: Any = super()
@@ -93,6 +93,6 @@ class BeamsShareMemory(_Generation):
         return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
-        # The beams of a sentence share its memory: only what they generated themselves moves with them.
+        # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.
         getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
         return cache

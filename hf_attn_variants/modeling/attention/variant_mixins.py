@@ -1,4 +1,4 @@
-"""What makes an upstream model a variant: a mixin for its classes, which turns what upstream built into ours."""
+"""A mixin that turns a model class of Transformers into a variant by changing the modules that Transformers builds."""
 
 import re
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ __all__ = [
 
 check_models()
 
-# Below transformers' own logger: its verbosity holds for what is said here too.
+# A child of the logger of Transformers, so that the verbosity of Transformers also controls these messages.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-# Where the model that is being loaded adds talking heads to a checkpoint that has none there, by prefix and layer.
+# The places (prefix and layer) at which the model being loaded adds talking heads to a checkpoint without them.
 _added_heads: ContextVar[frozenset[tuple[str, int]]] = ContextVar("added_heads", default=frozenset())
 
 
-# A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
+# The mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
 if TYPE_CHECKING:
     _Model = PreTrainedModel
 else:
@@ -53,14 +53,15 @@ else:
 
 
 class AttnVariantModelMixin(_Model):
-    """What a variant model adds to upstream's model class; listed before it among the bases.
+    """A mixin with the additions of a variant to a model class of Transformers.
 
-    Upstream builds itself; then its attentions (and the base model inside a head) become ours in place, by their
-    class, as torch's `fully_shard` does. So nothing is built twice, and no upstream constructor is copied.
+    It comes before the class of Transformers in the list of base classes. First, the original constructor builds the
+    model. Then the classes of the attention modules, and of a base model inside a head, change in place, as in
+    `fully_shard` of torch. No module is built twice, and no constructor of Transformers is copied.
 
     Class attributes:
-        attention_sites: every kind of attention that the architecture has: conversion and inspection read it too.
-        variant_classes: for each upstream class inside the model, ours.
+        attention_sites: every kind of attention of the architecture. Conversion and inspection also read them.
+        variant_classes: a dictionary from each class of Transformers inside the model to its variant class.
     """
 
     attention_sites: tuple[AttentionSite, ...] = ()
@@ -68,8 +69,8 @@ class AttnVariantModelMixin(_Model):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Saving asks each class for its Auto class, also a class that somebody derives from ours; the configuration
-        # has the list.
+        # Saving reads the Auto class of each class, including subclasses that users define. The configuration has the
+        # list of Auto classes.
         names = {base.__name__ for base in cls.__mro__}
         auto_classes = getattr(cls.config_class, "auto_classes", {})
         if (auto_class := next((each for each, name in auto_classes.items() if name in names), None)) is not None:
@@ -77,7 +78,7 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register a class as upstream does, unless it is ours: upstream would copy its code, which we write."""
+        """Register a class as in Transformers, except the classes of this package, which writes its code itself."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
@@ -94,7 +95,10 @@ class AttnVariantModelMixin(_Model):
         self._generate_as_configured()
 
     def post_init(self) -> None:
-        """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
+        """Turn the modules that the original constructor built into variants, then call the original `post_init`.
+
+        Constructors of Transformers call this method last.
+        """
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _change_class(module, self.variant_classes[type(module)], self.config)
@@ -102,29 +106,29 @@ class AttnVariantModelMixin(_Model):
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self, used)
         _check_installed(self)
-        # Not missing: `from_pretrained` says in one line what they begin as.
+        # `from_pretrained` does not report these as missing, because it logs one line about their initialization.
         new = list(_added_keys(self, _added_heads.get()))
-        # Random numbers that a checkpoint lacks are drawn again by the configuration's seed.
+        # Random numbers that are not in the checkpoint are drawn again with the seed of the configuration.
         drawn = [rf"\.{name}$" for name in drawn_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
-        # A device map keeps modules whole by the names of their classes, some of which are ours now.
+        # A device map finds the modules that it must not split by their class names, some of which have changed.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as upstream's, with one cache."""
+        """Call the model as in Transformers, and check that the call has only one cache."""
         refuse_two_caches(kwargs)
         return super().__call__(*args, **kwargs)
 
     def _generate_as_configured(self) -> None:
-        # Upstream then refuses what takes tokens back, such as assisted generation.
+        # Transformers then rejects methods that remove tokens, such as assisted generation.
         self._is_stateful = has_kernel(self.config, is_causal=True)
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
             self.generation_config.use_cache = False
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        """Make a cache as Transformers does, and give it the layers of windows before a search prepares to go back."""
+        """Create a cache as in Transformers, and add the window layers before a search prepares to remove tokens."""
         upstreams: Any = super()
         result = upstreams._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(cache_name())
@@ -140,12 +144,12 @@ class AttnVariantModelMixin(_Model):
 
     @property
     def stack_name(self) -> str | None:
-        """The name that a whole model has for this class, if it is an encoder or a decoder; else None."""
+        """The attribute name of this class in the complete model if it is an encoder or a decoder, otherwise None."""
         return None
 
     @classmethod
     def module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass goes through the module at this path inside the base model."""
+        """Return how often one forward pass runs the module at this path inside the base model."""
         return 1
 
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
@@ -161,10 +165,11 @@ class AttnVariantModelMixin(_Model):
             init_kernel(module)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
-        # them. Modules without any count as well, and so the rules of T5's attentions, feed-forward layers and heads
-        # for the Linears inside them would be skipped. Upstream's rules and ours leave loaded weights alone; those of
-        # a subclass may not, so there modules with a loaded weight below them are left out.
+        # For custom code, Transformers skips each module whose own parameters are loaded, because its rule might
+        # overwrite them. Transformers also skips modules without parameters of their own. It would thus skip the
+        # rules of T5's attentions, feed-forward layers and heads for the linear layers inside them. The rules of
+        # Transformers and of this package do not change loaded weights, but the rules of a subclass may. For a
+        # subclass, modules that contain a loaded weight are therefore skipped.
         guarded = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
         super()._initialize_weights(
             module, guarded and any(getattr(weight, "_is_hf_initialized", False) for weight in module.parameters())
@@ -174,13 +179,14 @@ class AttnVariantModelMixin(_Model):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> Self:
-        """Load a checkpoint, upstream's plain ones included; see `PreTrainedModel.from_pretrained`.
+        """Load a checkpoint of a variant or of Transformers, as `PreTrainedModel.from_pretrained` does.
 
         Raises:
-            ValueError: if the configuration asks for other heads than the checkpoint holds: that takes a conversion.
+            ValueError: if the head counts of the configuration and of the checkpoint differ. A conversion is then
+                necessary.
         """
         source = pretrained_model_name_or_path
-        try_host(cls)  # before upstream gives tensors no memory
+        try_host(cls)  # before Transformers switches to the meta device
         adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
@@ -188,7 +194,7 @@ class AttnVariantModelMixin(_Model):
         finally:
             _added_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # By now a generation_config.json of the checkpoint has been read.
+        # At this point, the generation_config.json of the checkpoint has been read.
         model._generate_as_configured()
         if adds:
             begin = beginning_of_talking_heads(model.config)
@@ -201,22 +207,22 @@ class AttnVariantModelMixin(_Model):
         return True
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Switch the attention implementation of the model and of the encoder and decoder inside it."""
+        """Set the attention implementation of the model and of the encoder and decoder inside it."""
         super().set_attn_implementation(*args, **kwargs)
         for module in self.modules():
-            # Some releases (5.15, 5.17) do not reach the copies of the configuration that encoder and decoder keep.
+            # Some releases (5.15, 5.17) do not change the configurations of the encoder and decoder, which are copies.
             if isinstance(module, AttnVariantModelMixin):
                 module.config._attn_implementation = self.config._attn_implementation
             if isinstance(module, AttentionVariantMixin):
                 module.settle_implementation()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before upstream looks for a kernel that could not be used.
+        # This check runs before Transformers searches for a kernel that the variant could not use.
         check_implementation(self.config, attn_implementation)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Route "eager" and "sdpa" (the default) to this package's functions; leave the other kernels as they are."""
+        """Replace "eager" and "sdpa" (the default) by the functions of this package. Other names do not change."""
         upstreams: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
         requested = upstreams.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
@@ -224,7 +230,7 @@ class AttnVariantModelMixin(_Model):
 
 
 def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
-    """Yield a regular expression for the talking-heads parameters of each attention that a loading model adds."""
+    """Yield a regular expression per attention module for its talking-heads parameters that are added on loading."""
     for site, path, _ in model.named_attentions() if added else ():
         if (site.place_prefix, site.layer(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
@@ -232,20 +238,20 @@ def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]])
 
 def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     module.__class__ = variant
-    if not isinstance(module, AttentionVariantMixin):  # those are checked with their heads
+    if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
         check_attributes(module, getattr(variant, "upstream_attributes", ()))
     if isinstance(module, EmbeddingsMixin):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
-        # Upstream's constructor notes facts by the class's name (what its outputs record, for one): run it for ours.
+        # The original constructor stores values by class name, such as the recorded outputs. Run it for the new class.
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
 def _check_installed(model: PreTrainedModel) -> None:
-    """Check that each attention of ours was found where the sites say.
+    """Check that the declared paths cover each attention module of this package.
 
     Raises:
-        UpstreamChanged: where one was not, or an attention there is none of ours.
+        UpstreamChanged: if an attention module is at another path.
     """
     for path, module in model.named_modules():
         if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
@@ -255,7 +261,10 @@ def _check_installed(model: PreTrainedModel) -> None:
 def _install_variant(
     site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel, used: frozenset[str]
 ) -> None:
-    """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
+    """Install the heads and the new parameters of an attention module.
+
+    A second call has no effect, because a model inside another model may already have installed them.
+    """
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
@@ -273,14 +282,14 @@ def _install_variant(
         _resize(module, site.output, in_features=heads.output * heads.value_dim),
     ]
     if any(resized):
-        # T5's rule has the attention initialise the projections inside it.
+        # In T5, the rule of the attention module initializes the projections inside it.
         vars(module)["_is_hf_initialized"] = False
     root = sites_root(model)
-    if rank < width and site.latent_map(root, path) is None:  # a shared one is there after the first
+    if rank < width and site.latent_map(root, path) is None:  # the first module adds a shared layer
         add_latent_map(root, site.latent_path(path), width, rank)
     core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
-    # Cross-attention makes its terms from the encoder's outputs, which are there in each step. Where it has a smaller
-    # latent it makes them from that, which is in the cache alone after the first step.
+    # Cross-attention computes its terms from the encoder outputs, which are available in each step. With a smaller
+    # latent, it computes them from the latent, which is only in the cache after the first step.
     core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
     core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
     core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
