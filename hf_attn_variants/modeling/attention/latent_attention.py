@@ -72,11 +72,7 @@ class LatentLayer(SharedRows, DynamicLayer):
 
 
 class SharedLatentLayer(DynamicLayer):
-<<<<<<< HEAD
-    """A cache layer that refers to the latent of the first layer, so that beam search reorders it only once."""
-=======
     """A cache layer that refers to the latent of the first layer. Beam search thus reorders the latent only once."""
->>>>>>> helper-attn
 
     def __init__(self, first: Any) -> None:
         self.first = first  # the original constructor would set the attributes that the properties read
