@@ -58,9 +58,7 @@ def attention_with_weights(
     m2w: torch.Tensor | None = None,
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention and return the attention weights too.
-
-    The function covers multi-head, multi-query, grouped-query and talking-heads attention.
+    """Compute multi-head, multi-query, grouped-query or talking-heads attention, and return the weights too.
 
     Args:
         query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence
@@ -157,8 +155,7 @@ def fused_attention(
     beams = beams_of(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # A latent is both key and value. The fused kernel reads each block of it once and uses one thread per batch row of
-    # keys.
+    # A latent is both key and value. The fused kernel reads each block of it once, with one thread per batch row.
     # An exported graph must support every batch size, so it must not depend on one.
     by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
     if by_matmul and not (key is value and memories >= _threads()):
@@ -167,19 +164,16 @@ def fused_attention(
     if is_causal and mask is not None:
         mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
-        # A static cache is longer than the prompt. The causal mask of torch is aligned to the first key and hides the
-        # rest.
+        # A static cache is longer than the prompt. The causal mask of torch is aligned to the first key.
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    # Sizes can be symbols, for example in a step that is compiled for a second batch size. Only a branch then yields a
-    # bool.
+    # Sizes can be symbols, for example in a compiled step. Only a branch then yields a bool.
     enable_gqa = False
     if shared > 1 and (on_cpu or (mask is None and _flash_serves(query, value))):
         enable_gqa = True
-    # A few queries become the rows of one attention over the shared keys. Many queries would need a mask with a row
-    # per query.
+    # A few queries become the rows of one attention. Many queries would need a mask with a row per query.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
