@@ -29,6 +29,6 @@ def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
     options += ["--num_threads", "1", "--no_peak_memory", "--output_dir", str(tmp_path), "--shape", shape]
     report = benchmark.main(benchmark.parse_args(options))
     (row,) = report["runs"]
-    assert next(iter(row["milliseconds"])) == "transformers" and row["advice"].startswith("Take for batch 2")
+    assert next(iter(row["milliseconds"])) == "transformers" and row["advice"].startswith("Recommended for batch 2")
     claims = importlib.import_module("benchmarks.speed_claims").claims(f"serving_{shape}_cpu", report)
     assert len(list(claims)) == len(row["milliseconds"]) - 1 >= 3

@@ -212,7 +212,7 @@ def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, m
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
     for options, message in (
         (["--dtype", "float32"], "--dtype is only for --to transformers"),
-        (["--to", "transformers", "--opset", "18"], "--opset is of --to onnx"),
+        (["--to", "transformers", "--opset", "18"], "--opset is only for --to onnx"),
     ):
         with pytest.raises(SystemExit):
             cli.main([*command, *options])
