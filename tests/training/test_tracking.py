@@ -41,7 +41,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
             save_results(
                 tmp_path / "results.json", {"score": 1.0}, TrainingSettings(model_name_or_path="m", output_dir="o")
             )
-        with pytest.raises(OSError, match=r"could not write .*curves\.png"):
+        with pytest.raises(OSError, match=r".*curves\.png"):
             plot_curves([{"step": 1, "loss": 1.0}], [], tmp_path / "curves.png", "title")
     assert not list(tmp_path.iterdir())
 
