@@ -511,6 +511,10 @@ def test_a_datasets_source_that_is_wrong_is_refused(load_source):
     rows = Dataset.from_dict({"text": ["a", None], "label": [0.5, 1.5]})
     with pytest.raises(ValueError, match=r"me/data \(train\), row 2: Column 'text' holds no text but None"):
         load_source({"train": rows})
+    good = Dataset.from_dict({"text": ["a", "b"], "label": ["x", "y"]})
+    bad = Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]})
+    with pytest.raises(ValueError, match=r"me/data \(train\), row 2"):
+        load_source({"train": bad, "validation": good, "test": good})
     with pytest.raises(ValueError, match=r"--train_split_name must be a split of .*, got 'train'. Its splits are all"):
         load_source({"all": rows})
     with pytest.raises(ValueError, match="has neither a dev nor a test split"):

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,6 +171,12 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
             raise ValueError(f"{path} must have at least one row, but is empty.")
 
 
+def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
+    """Yield the rows of a split of a `datasets` source, which messages call `place`."""
+    for number, row in enumerate(rows, start=1):
+        yield TableRow(place, number, row_place(place, None, number), row, place)
+
+
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
     """Read the splits of a `datasets` source."""
     files = find_split_files(settings)
@@ -182,10 +188,8 @@ def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
         if files is not None and split in files:
             sources[name] = SplitRows(_read_file_rows(files[split]))
         elif files is None and split in splits and len(splits[split]):
-            file = f"{settings.dataset_name} ({split})"
-            numbered = enumerate(splits[split], start=1)
-            records = (TableRow(file, i, row_place(file, None, i), row, file) for i, row in numbered)
-            sources[name] = SplitRows(records, splits[split].features)
+            rows = _read_dataset_rows(f"{settings.dataset_name} ({split})", splits[split])
+            sources[name] = SplitRows(rows, splits[split].features)
         elif split_name is not None:
             raise ValueError(
                 f"--{name}_split_name must be a split of {settings.dataset_name} with rows, got {split!r}. Its splits "
