@@ -91,7 +91,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "TransientPattern": ("patterns",),
     "with_global_tokens_first": ("linear_attention", "patterns"),
 }
-# A stub has the name of what it stands for.
+# A stub has the name of the definition that it replaces.
 STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
 
 
@@ -136,7 +136,7 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """Return the files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of what the repository must define; the name "*" stands for all of a module.
+        roots: (module, name) of what the repository must define; the name "*" means all of a module.
         mechanisms: the mechanisms of the model; None = all there are.
 
     Example:
@@ -204,7 +204,7 @@ def _read_module(path: Path) -> _Module:
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
-    """Say whether a statement only imports for a type checker."""
+    """Return whether a statement only imports for a type checker."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
@@ -247,7 +247,7 @@ def _reached(
     begun: set[str] = set()
 
     def use(module: _Module, definition: _Definition) -> None:
-        own = {name for each in module.body for name in each.names}
+        own = {name for statement in module.body for name in statement.names}
         for name in definition.uses:
             if name in own:
                 wanted.append((module.name, name))
@@ -263,8 +263,8 @@ def _reached(
                     use(module, definition)
 
     for name, definition_name in roots:
-        everything = [each for definition in modules[name].body for each in definition.names]
-        wanted += [(name, each) for each in (everything if definition_name == "*" else [definition_name])]
+        everything = [defined for definition in modules[name].body for defined in definition.names]
+        wanted += [(name, root) for root in (everything if definition_name == "*" else [definition_name])]
     while wanted:
         place = wanted.pop()
         if place in reached or place[0] not in modules:
@@ -402,8 +402,8 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
     first = end - len(lines) + 1  # the line of the module at which the text begins
-    inner = [each for each in ast.walk(definition.node) if isinstance(each, ast.ImportFrom) and each.level]
-    for child in sorted(inner, key=lambda each: -each.lineno):
+    inner = [node for node in ast.walk(definition.node) if isinstance(node, ast.ImportFrom) and node.level]
+    for child in sorted(inner, key=lambda node: -node.lineno):
         source = (child.module or "").rpartition(".")[2]
         shown = ", ".join(map(ast.unparse, child.names))
         is_joined = modules[source].file == module.file
@@ -419,6 +419,6 @@ def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) ->
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
     files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)
-    digest = hashlib.sha256("".join(files[each] for each in sorted(files)).encode()).hexdigest()[:DIGEST_LENGTH]
+    digest = hashlib.sha256("".join(files[file] for file in sorted(files)).encode()).hexdigest()[:DIGEST_LENGTH]
     files[name] = re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', files[name], flags=re.MULTILINE)
     return files

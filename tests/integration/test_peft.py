@@ -97,7 +97,7 @@ def test_a_prefix_meets_the_latent_of_a_memory():
         assert tokens.shape[0] == len(inputs["input_ids"])
     # A prefix is keys and values, which self-attention with a latent does not keep.
     latent = T5.model("T5ForConditionalGeneration", kv_lora_rank=16)
-    with pytest.raises(ValueError, match=r"keeps 16 numbers a token, its latent \(`kv_lora_rank`\)"):
+    with pytest.raises(ValueError, match=r"latents of dimension 16 \(`kv_lora_rank`\)"):
         peft.get_peft_model(latent, config).eval().generate(**inputs, max_new_tokens=4)
 
 

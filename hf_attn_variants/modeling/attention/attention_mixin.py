@@ -242,7 +242,7 @@ class AttentionVariantMixin(_Attention):
         past = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
         if past is not None and past.shape[1::2] != latent.shape[1::2]:
             raise ValueError(
-                f"This attention keeps {latent.shape[-1]} numbers a token, its latent (`kv_lora_rank`); the cache "
-                f"handed over has {past.shape[1]} heads of {past.shape[-1]}."
+                f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
+                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that this model made."
             )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]

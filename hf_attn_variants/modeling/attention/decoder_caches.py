@@ -1,4 +1,4 @@
-"""Which caches an attention can use, and what it keeps in them."""
+"""Caches of variant attention: the check that a module can use a cache, and the layers that it needs in it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["KernelStateLayer", "keep_window", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
-    """The layer of a dynamic cache that keeps a causal kernel's state, of the same size for any number of tokens."""
+    """A layer of a dynamic cache with the state of causal linear attention, which has a constant size."""
 
     is_croppable = False
 
@@ -27,21 +27,21 @@ class KernelStateLayer(DynamicLayer):
 
     @property
     def state(self) -> Any:
-        """What `AttentionKernel.attend` has of the tokens seen: a named tuple of tensors; None before the first."""
+        """The state of `AttentionKernel.attend` after the tokens seen, a named tuple, or None before them."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        # Whisper's generation cuts and joins the keys and values of every layer, row by row, to return them. No
-        # attention here reads them.
+        # The generation of Whisper splits and joins the keys and values of every layer to return them. No attention
+        # module of this package reads them.
         self.keys = None if state is None else state[0]
         self.values = None if state is None else state[0][..., :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count new tokens; return their keys and values alone, which the attention adds to the state."""
+        """Count the new tokens and return only their keys and values, which the attention adds to the state."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.tokens_seen += key_states.shape[-2]
@@ -52,23 +52,23 @@ class KernelStateLayer(DynamicLayer):
         return self.tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask covers, and the first of them: all tokens."""
+        """Return the number of keys that a mask covers, all tokens, and the position of the first one."""
         return self.tokens_seen + query_length, 0
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.state, self.tokens_seen = None, 0
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to forget the last tokens.
+        """Raise an error, because sums over tokens cannot remove the last tokens.
 
         Raises:
-            ValueError: always: a sum does not say what its last terms were.
+            ValueError: always.
         """
         raise ValueError("`attention_kernel` keeps sums over all tokens, of which none can be taken back: no crop.")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Take the rows of other beams."""
+        """Select the rows of other beams."""
         self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -76,7 +76,7 @@ class KernelStateLayer(DynamicLayer):
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows."""
+        """Keep only these rows."""
         self._change(lambda tensor: tensor[indices])
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -86,16 +86,16 @@ class KernelStateLayer(DynamicLayer):
 
 
 def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | None) -> None:
-    """Check that a variant attention can use a cache, and have it keep what the attention's window reads.
+    """Check that a variant attention module can use a cache, and prepare the layer of the cache.
 
     Args:
-        module: the attention.
+        module: the attention module.
         cache: the cache that its call reads and writes.
-        memory: the memory-side inputs [b, m, memory size]; None for self-attention.
+        memory: the encoder outputs [b, m, size], or None for self-attention.
 
     Raises:
-        ValueError: for a static cache of unequal heads, of a window or of a kernel, for keys and values where a kernel
-            keeps sums, and for attention that keeps no cache.
+        ValueError: if the cache is static and the module has unequal heads, a window or linear attention, if the cache
+            has keys and values but linear attention keeps sums, or if the module supports no cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
     has_window = memory is None and module.reach is not None
@@ -127,9 +127,9 @@ def _keep_state(cache: Any, layer: int) -> None:
 
 
 def keep_window(module: VariantAttention, cache: Any) -> None:
-    """Let a layer of a cache that is still empty keep only what the next token of a self-attention's window reads.
+    """Limit an empty layer of a cache to the keys that the next token reads through the window of self-attention.
 
-    Cross-attention's layers stay as they are, which a window in the configuration (`sliding_window`) would cut too.
+    Layers of cross-attention are unchanged. The field `sliding_window` of Transformers would shorten them too.
     """
     reach, layer = module.reach, module.layer_idx
     if module.kernel is not None or reach is None or reach.before >= MAX_SIZE:
@@ -140,7 +140,7 @@ def keep_window(module: VariantAttention, cache: Any) -> None:
 
 
 def layers_up_to(cache: Any, layer: int) -> list[Any]:
-    """Return a cache's layers for self-attention; where there are too few for this one, new ones are added."""
+    """Return the self-attention layers of a cache, extended up to this layer."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())

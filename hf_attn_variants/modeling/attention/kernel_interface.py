@@ -1,4 +1,4 @@
-"""Attention by a kernel behind upstream's attention interface: masks, weights, and what a cache keeps."""
+"""Linear attention for the attention interface of Transformers: its masks, its weights and its cache."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..ops.query_folding import is_exporting
 
 __all__ = ["attend_by_kernel", "kernel_attention_forward", "keys_read", "weights_of_kernel"]
 
-# The attribute of a cache's layer that holds the state of a memory, with the keys and the mask it was made from.
+# The attribute of a cache layer with the state of cross-attention, and the keys and the mask that it was made from.
 MEMORY_STATE = "_memory_state"
 
 
@@ -22,15 +22,15 @@ def attend_by_kernel(
     scaling: float,
     state: Any = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Attend by a module's kernel, in memory and time linear in n and m.
+    """Compute linear attention with the kernel of a module, in memory and time linear in n and m.
 
     Args:
-        module: the attention, with its `kernel` and that one's tensors.
-        mask: of keys alone, broadcastable to [b, 1, 1, m]: boolean or additive. Of its keys the last m count.
-        query, key, value, scaling, state: as for `AttentionKernel.attend`, which says what is returned.
+        module: the attention module, with its `kernel` and the parameters of the kernel.
+        mask: boolean or additive, the same for all queries, broadcastable to [b, 1, 1, m]. The last m keys count.
+        query, key, value, scaling, state: as for `AttentionKernel.attend`, which describes the result.
 
     Raises:
-        ValueError: for a mask that is another one for each query.
+        ValueError: if the mask differs between queries.
     """
     kernel: AttentionKernel = module.kernel
     return kernel.attend(module, query, key, value, keys_read(mask, key), scaling, state)
@@ -39,16 +39,16 @@ def attend_by_kernel(
 def weights_of_kernel(
     module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the weights [b, h, n, m] that an attention by a kernel stands for; arguments: `attend_by_kernel`'s."""
+    """Return the weights [b, h, n, m] that linear attention corresponds to; arguments as for `attend_by_kernel`."""
     kernel: AttentionKernel = module.kernel
     return kernel.weights(module, query, key, keys_read(mask, key), scaling)
 
 
 def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Return which keys [b, k, m, d] a mask lets be read, [b or 1, 1, m, 1]; None = all.
+    """Return the keys that a mask allows, boolean [b or 1, 1, m, 1], or None for all keys.
 
     Raises:
-        ValueError: for a mask that is another one for each query or head.
+        ValueError: if the mask differs between queries or heads.
     """
     if mask is None:
         return None
@@ -59,7 +59,7 @@ def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | No
             f"[b, 1, 1, m]; got {list(mask.shape)}."
         )
     read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder's is of all tokens seen
+    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # the mask of a decoder covers all tokens seen
     beams = read.shape[0] // key.shape[0]
     return read[::beams] if beams > 1 else read
 
@@ -74,19 +74,19 @@ def kernel_attention_forward(
     with_weights: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention by a kernel behind upstream's attention interface, whatever the implementation's name.
+    """Compute linear attention for the attention interface of Transformers, for each implementation.
 
     Args:
         module, query, key, value, mask: as in `attend_by_kernel`.
         scaling: the factor of the dot products; None = d^-1/2.
-        with_weights: whether the weights are asked for, which takes n m numbers.
-        options: what else the call has; a "kernel_cache" among it is where states are kept.
+        with_weights: whether to return the weights, which have n m entries.
+        options: the other arguments of the call. The states are stored in the cache "kernel_cache", if it is given.
 
     Returns:
-        The outputs [b, n, h, d], and the weights [b, h, n, m] where asked for.
+        The outputs [b, n, h, d] and, if requested, the weights [b, h, n, m].
 
     Raises:
-        ValueError: if the mask is not of keys only, or if weights of keys are asked for that only a state is left of.
+        ValueError: if the mask differs between queries, or if the weights are requested but the cache has only sums.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     cache = options.get("kernel_cache")
@@ -108,7 +108,7 @@ def kernel_attention_forward(
     if kernel.is_causal:
         output, layer.state = attend_by_kernel(*call, layer.state)
         return output, None
-    # Of cross-attention: the memory and its mask do not change between decoding steps.
+    # In cross-attention, the encoder outputs and their mask do not change between decoding steps.
     stored, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
     if stored is None or stored[0] is not key or not _are_equal(stored[1], read):
         output, state = attend_by_kernel(*call)

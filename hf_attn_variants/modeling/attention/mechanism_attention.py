@@ -35,14 +35,14 @@ def eager_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention with its weights ("eager"); arguments as for Transformers' attention functions."""
+    """Compute attention and its weights ("eager"); arguments as for `eager_attention_forward`."""
     refuse_unknown(kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (reach := kwargs.get("reach", module.reach)) is not None:  # of rows with padding it may be another
-        told = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
-        attention_mask, position_bias = as_full_attention(*told)
+    if (reach := kwargs.get("reach", module.reach)) is not None:  # the key range of padded rows may differ
+        is_global = global_tokens_of(reach, kwargs)
+        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias, is_global)
     options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
@@ -61,22 +61,22 @@ def sdpa_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The fastest exact attention ("sdpa"); arguments as for Transformers' attention functions.
+    """Compute attention by the fastest exact function ("sdpa"); arguments as for `eager_attention_forward`.
 
-    Talking heads, and windows in a longer text, go to `talking_heads_attention`, in memory linear in n and m; where
-    the weights are asked for, scores are no dot products, the projections depend on the input, the mask is trained or
-    there is one query only, to `attention_with_weights`.
+    Talking heads and windows use functions whose memory is linear in n and m. `attention_with_weights` is used if the
+    call requests the weights, if scores are additive, if the projections depend on the input, if the mask has a
+    gradient, or if there is only one query.
     """
     refuse_unknown(kwargs)
-    asked = wants_weights(module, kwargs)
+    returns_weights = wants_weights(module, kwargs)
     if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, asked)
+        call = (module, query, key, value, attention_mask, scaling, returns_weights)
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    with_weights = asked or module.score is not None
+    with_weights = returns_weights or module.score is not None
     talking_heads, reach = bool(module.projection_names), kwargs.get("reach", module.reach)
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
-    if not asked and is_global is None and gathers(reach, query, key, attention_mask):
+    if not returns_weights and is_global is None and gathers(reach, query, key, attention_mask):
         options = call_options(module, query, None, scaling, dropout, False)
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
@@ -86,16 +86,15 @@ def sdpa_with_mechanisms(
         output, weights = eager_with_mechanisms(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
-        return output, weights if asked else None
+        return output, weights if returns_weights else None
     if reach is not None and not in_blocks:
-        told = (reach, query, key, attention_mask, position_bias, is_global)
-        attention_mask, position_bias = as_full_attention(*told)
+        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias, is_global)
     options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
         if not in_blocks:
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options |= {"is_causal": False, "position_bias": position_bias}  # the reach says what is causal
+        options |= {"is_causal": False, "position_bias": position_bias}  # the key range is causal or not
         if is_global is None:
             return attention_in_windows(query, key, value, attention_mask, reach=reach, **options), None
         attend = partial(attention_in_windows, **options)
@@ -104,12 +103,14 @@ def sdpa_with_mechanisms(
 
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
+    """Return the talking-heads projections of a module by name."""
     return {name: getattr(module, name, None) for name in PROJECTIONS}
 
 
 def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    # One query's weights are small and made faster at once; our operator must not be in an exported graph, and gives a
-    # mask no gradient.
+    """Return whether talking heads are computed with their weights."""
+    # The weights of one query are small and faster to compute. The custom operator must not be in an exported graph,
+    # and it has no gradient for masks.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
     return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()

@@ -1,4 +1,4 @@
-"""Layers of a cross-attention's cache whose rows are those of sentences, each read by all beams of its sentence."""
+"""Cross-attention cache layers with one row per sentence, which all beams of the sentence read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,34 +28,34 @@ __all__ = [
     "share_rows",
 ]
 
-# The attribute of a tensor whose rows are those of another, each repeated for the beams of its sentence: that tensor,
-# and the version of this one then.
+# An attribute of encoder outputs whose rows are repeated for beams. It holds the tensor with one row per sentence, and
+# the version of the repeated tensor at that time.
 REPEATED = "_attn_variants_repeated"
 
 
 class SharedRows:
-    """What layers have in common whose rows are those of sentences, each read by all beams of its sentence.
+    """Common base of cache layers with one row per sentence.
 
     Attributes:
-        beams: how many rows of the decoder read one of the layer's.
+        beams: the number of decoder rows that read one row of the layer.
     """
 
     beams = 1
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the rows of other beams; they stay where they are when beams move within their sentences."""
+        """Select the rows of other beams. Nothing changes if beams move only within their sentences."""
         rows = self._rows()
         stays = self.beams > 1 and len(beam_idx) == rows * self.beams and _stay_with_sentence(beam_idx, self.beams)
         if rows and not stays:
             self._take(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that some of the decoder's rows read."""
+        """Keep the rows that these decoder rows read."""
         if self._rows():
             self._take(indices)
 
     def reset(self) -> None:
-        """Forget the contents, and how many beams there were."""
+        """Remove the contents and the number of beams."""
         upstreams: Any = super()
         upstreams.reset()
         self.beams = 1
@@ -82,14 +82,14 @@ def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
 
 
 class SharedDynamicLayer(SharedRows, DynamicLayer):
-    """The layer of a dynamic cache with keys and values of a sentence once for all its beams."""
+    """A layer of a dynamic cache with one row of keys and values per sentence."""
 
 
 class SharedStaticLayer(SharedRows, StaticLayer):
-    """The same of a static cache."""
+    """A layer of a static cache with one row of keys and values per sentence."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Hold keys and values, in memory of its own where another search left as many rows."""
+        """Store keys and values. If the number of rows differs from that of the last search, allocate new tensors."""
         if self._rows() != key_states.shape[0]:
             self.is_initialized = False
         return super().update(key_states, value_states, *args, **kwargs)
@@ -99,12 +99,12 @@ _SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: Shar
 
 
 def share_rows(cache: Any, index: int, beams: int) -> bool:
-    """Have a layer without contents keep a row for each sentence; False for one that cannot (a window's, say).
+    """Make an empty layer keep one row per sentence. Return False if it cannot, for example because of a window.
 
     Args:
-        cache: an encoder-decoder's.
-        index: of the layer.
-        beams: how many rows of the decoder read one of the layer's.
+        cache: the cache of an encoder-decoder.
+        index: the index of the layer.
+        beams: the number of decoder rows that read one row of the layer.
     """
     cross = cache.cross_attention_cache
     layer = layer_at(cross, index)
@@ -119,41 +119,43 @@ def share_rows(cache: Any, index: int, beams: int) -> bool:
 
 
 def layer_at(cross: Any, index: int) -> Any:
-    """Return a layer of a cross-attention's cache that holds nothing yet; None where there is no such layer."""
+    """Return a layer of a cross-attention cache if it is empty, otherwise None."""
     layers = cross.layers
     if len(layers) <= index and getattr(cross, "layer_class_to_replicate", None) is DynamicLayer:
         layers.extend(DynamicLayer() for _ in range(index + 1 - len(layers)))
     if index >= len(layers):
         return None
-    if layers[index].is_initialized and type(layers[index]) is not SharedStaticLayer:  # whose memory outlives a reset
+    if (
+        layers[index].is_initialized and type(layers[index]) is not SharedStaticLayer
+    ):  # a static layer keeps its tensors after a reset
         return None
-    if isinstance(layers[index], SharedDynamicLayer):  # that was reset
+    if isinstance(layers[index], SharedDynamicLayer):  # it was reset
         layers[index] = DynamicLayer()
     return layers[index]
 
 
 def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
-    """Note on encoder outputs [b B, m, D] that each row of `states` [b, m, D] is in them B times.
+    """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
-    All code reads one row per beam. Only our attentions look for the mark, and a tensor made from this
-    one does not have it.
+    All other code sees one row per beam. Only attention modules of this package read the mark, and a tensor that is
+    computed from the marked one does not have it.
     """
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
 def rows_of_sentences(memory: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
-    """Return a memory [b B, m, D] with one row per sentence if the beams of each have equal rows, else unchanged.
+    """Return encoder outputs [b B, m, D] with one row per sentence if they are marked, otherwise unchanged.
 
     Args:
         memory: encoder outputs, or a latent of them.
-        maps: the linear layers that read it. With a hook, one may expect a row for each beam, as an adapter of peft's
-            does that is chosen for each row (`adapter_names`).
+        maps: the linear layers that read them. A layer with a hook may expect one row per beam, for example if peft
+            selects an adapter per row (`adapter_names`).
     """
     mark = None if is_exporting() or torch.jit.is_tracing() else getattr(memory, REPEATED, None)
     if mark is None or any(has_hooks(each) for each in maps):
         return memory
     states, version = mark
-    if version is None:  # a tensor of the inference mode does not count what is written into it
+    if version is None:  # a tensor of the inference mode has no version
         is_same = torch.equal(memory, states.repeat_interleave(len(memory) // len(states), dim=0))
     else:
         is_same = memory._version == version
@@ -161,21 +163,21 @@ def rows_of_sentences(memory: torch.Tensor, maps: Iterable[nn.Module] = ()) -> t
 
 
 def has_hooks(linear: nn.Module) -> bool:
-    """Return whether a call of a module runs hooks of torch's."""
+    """Return whether a call of a linear layer runs forward hooks."""
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
 def beams_of(states: torch.Tensor, memory: torch.Tensor) -> int:
-    """Return how many rows of the decoder's states [b B, n, D] read one of the memory's [b, m, D]: B; traced, 1."""
+    """Return B, the number of rows of the states [b B, n, D] per row of the memory [b, m, D]; 1 while tracing."""
     return 1 if is_traced() or not len(memory) else max(len(states) // len(memory), 1)
 
 
 def note_beams(cache: Any, index: int, states: torch.Tensor, memory: torch.Tensor) -> None:
-    """Have a layer that is about to be filled know how many rows of the decoder read one of its own.
+    """Store the number of decoder rows per row of a cross-attention layer before it is filled.
 
     Args:
-        cache: the decoder's; a plain one has no place for a memory.
-        index: of the layer.
+        cache: the cache of the decoder. A cache without cross-attention is ignored.
+        index: the index of the layer.
         states, memory: as for `beams_of`.
     """
     if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(index):

@@ -76,7 +76,7 @@ def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
 
 
 def checked_rank(field: str, value: int | None, width: int) -> int | None:
-    """Return the rank of a latent of inputs of this width; None means that there is none.
+    """Return the rank of a latent of inputs of this width, or None without a latent.
 
     Raises:
         ValueError: unless it is a whole number from 1 to the width.

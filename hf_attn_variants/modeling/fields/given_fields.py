@@ -35,13 +35,13 @@ def wrong_name(config_class: Any, name: str) -> str | None:
 
 
 def _upstream_names() -> set[str]:
-    """Return the names of all fields of upstream's configurations, of all hosts."""
-    hosts, names = [KernelFields], set()
-    while hosts:
-        host = hosts.pop()
-        hosts += host.__subclasses__()
-        names |= {each.name for each in fields(host) if "variant" not in each.metadata}
-        names |= {*getattr(host, "attribute_map", ())}
+    """Return the names of all fields of the Transformers configurations of all architectures."""
+    classes, names = [KernelFields], set()
+    while classes:
+        config_class = classes.pop()
+        classes += config_class.__subclasses__()
+        names |= {field.name for field in fields(config_class) if "variant" not in field.metadata}
+        names |= {*getattr(config_class, "attribute_map", ())}
     return names
 
 

@@ -21,16 +21,17 @@ PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.fac
 
 @dataclass(kw_only=True, repr=False)
 class BlockPatternFields:
-    """The fields of patterns that are made of blocks.
+    """The fields of patterns that consist of blocks.
 
     Args:
-        attention_block_size: l, the tokens of a block; "strided": the stride; "memory_compressed": the tokens that
-            become one.
-        num_random_blocks: "random_blocks": how many others a block reads beside itself and its neighbours.
-        attention_seed: "random_blocks": what they are drawn from, once a layer.
-        num_summary_tokens: "fixed": how many tokens at each block's end all others read.
-        split_attention_heads: "strided" and "fixed": whether half of the heads read near and the others far tokens,
-            and not each head both.
+        attention_block_size: l, the number of tokens of a block. For "strided", the stride. For "memory_compressed",
+            the number of tokens that become one key.
+        num_random_blocks: for "random_blocks", the number of random blocks that a block reads in addition to itself
+            and its neighbors.
+        attention_seed: for "random_blocks", the seed of the random blocks of each layer.
+        num_summary_tokens: for "fixed", the number of tokens at the end of each block that all tokens read.
+        split_attention_heads: for "strided" and "fixed", whether half of the heads read near tokens and the others far
+            tokens. Otherwise every head reads both.
     """
 
     attention_block_size: int | None = variant_field("attention_block_size")

@@ -212,14 +212,14 @@ class _Call:
         return allowed, added
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
-        """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or as they are."""
+        """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or unchanged."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
         return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
 
     def kept(self, weights: Tensor, block: _Block) -> Tensor:
-        """The dropout mask of one block, the same in both passes: the seed and the block's number alone decide it."""
+        """The dropout mask of one block, the same in both passes: it depends only on the seed and the number."""
         self.generator.manual_seed(self.first_seed + block.number)
         # Four 16-bit numbers from each draw: on a CPU, ten times as fast as a bernoulli_ of every weight.
         bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64, device=weights.device)

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
 BLOCK = 128  # queries, and keys, of a block: FlexAttention's own size
 # Batches, lengths and global tokens of the small calls. By the second, torch compiles for any number of them; in it
-# there are queries whose window is padding alone.
+# there are queries whose window contains only padding.
 SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
 SMALL_WINDOW = 140  # on each side: some blocks are read whole, some in part, some not at all
 # Kernels that torch keeps: one for each kind of call. By default it gives up after eight.
@@ -36,7 +36,7 @@ MOST_KERNELS = 64
 
 
 class Kind(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Properties of a call that need their own compiled kernel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -133,7 +133,7 @@ def _kind_of(
 
 @lru_cache(maxsize=1)
 def _has_block_masks() -> bool:
-    """Say whether this torch has masks of blocks for lengths that are no multiple of a block's."""
+    """Say whether this torch has masks of blocks for lengths that are not a multiple of the block size."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return "seq_lengths" in BlockMask.from_kv_blocks.__code__.co_varnames

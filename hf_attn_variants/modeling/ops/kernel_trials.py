@@ -56,7 +56,7 @@ def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: 
 
     Args:
         kernels: the name of the kernels.
-        errors: computes a small call and returns relative errors by name. It may raise any exception of a compiler or
+        errors: computes a small call and returns named relative errors. It may raise any exception of a compiler or
             driver.
         most: the largest error that rounding can cause.
     """

@@ -48,7 +48,7 @@ class Launch(NamedTuple):
 
 
 class _LatentKind(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Properties of a call that need their own compiled kernel."""
 
     device: torch.device
     dtype: torch.dtype
