@@ -60,7 +60,7 @@ test-thorough: install
 	@$(BIN)/python -m pytest --numprocesses 2 -m "thorough and not slow" $(ARGS)
 
 tree:
-	@$(PYTHON) tests/house_tree.py
+	@$(PYTHON) tests/package_tree.py
 
 fields: install
 	@$(BIN)/python tests/field_page.py

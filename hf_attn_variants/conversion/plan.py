@@ -24,10 +24,10 @@ from ..modeling.mechanisms.talking_heads import (
     KIND,
     OUTPUT,
     SOFTMAX,
+    has_talking_heads,
     projection_std,
     talking_group,
     talking_places,
-    talks,
 )
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
@@ -242,7 +242,7 @@ def make_plan(
 
 def explain_not_fittable(config: Any) -> str | None:
     """Return why a calibration cannot fit to the outputs of a model with this configuration, or None if it can."""
-    if talks(config):
+    if has_talking_heads(config):
         names = [name for name in config.talking_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
         return (
@@ -509,11 +509,11 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
                 f"`{field}` must only be given for models with these attentions, and {name} has none. Leave it out."
             )
         if field.endswith(KIND):
-            if not talks(config):
+            if not has_talking_heads(config):
                 raise ValueError(
                     f"`{field}` must select talking heads, got {changes[field]!r}. There is nothing to convert."
                 )
-        elif not talks(config, prefix or None):
+        elif not has_talking_heads(config, prefix or None):
             raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Give it as well.")
 
 

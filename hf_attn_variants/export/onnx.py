@@ -33,7 +33,7 @@ from ..files import check_disk_space, check_output_dir, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import can_cache
-from ..modeling.mechanisms.talking_heads import dynamic_terms, keeps_cache
+from ..modeling.mechanisms.talking_heads import dynamic_terms, supports_cache
 from ..modeling.upstream import cache_name, cache_of
 from ..progress import progress_bar
 from ..registration import longest_input
@@ -94,7 +94,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
             f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
             "generate."
         )
-    if not can_cache(config) or not keeps_cache(dynamic_terms(config, "cross_")):
+    if not can_cache(config) or not supports_cache(dynamic_terms(config, "cross_")):
         raise ValueError(
             "`talking_heads_dynamic` of a decoder must not have m2l or m2w in an ONNX export, got "
             f"{sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}. They need inputs that the cache "

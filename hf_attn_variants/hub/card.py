@@ -31,7 +31,7 @@ from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQ
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.latents import Latent
 from ..modeling.mechanisms.patterns.pattern_table import pattern_class
-from ..modeling.mechanisms.talking_heads import TalkingHeads, talks
+from ..modeling.mechanisms.talking_heads import TalkingHeads, has_talking_heads
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
 from ..registration import supported_model_types, variant_config_class, variant_model_class
 from .heads_diagram import heads_diagram
@@ -348,9 +348,9 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "dtype": table.dtype,
         "decodes": "decoder" in current.flops_per_token,
         "has_cache": current.kv_cache_bytes_per_token is not None,
-        "shares": bool(all_ranks or HeadSharing.asked_for(variant, row_of(fields[0])[0])),
+        "shares": bool(all_ranks or HeadSharing.requested_in(variant, row_of(fields[0])[0])),
         "keeps_inputs": variant.hidden_size in all_ranks,
-        "talks": talks(variant),
+        "talks": has_talking_heads(variant),
         "diagram": heads_diagram(variant, fields),
         "papers": list(dict.fromkeys(papers)),
         "tags": [tag for tag, is_true in zip(OWN_TAGS, have_tags, strict=True) if is_true],

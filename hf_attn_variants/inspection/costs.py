@@ -26,7 +26,7 @@ from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharin
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.latents import rank_of_map
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
-from ..modeling.mechanisms.talking_heads import BOTH, KIND, dynamic_terms, keeps_cache, talks
+from ..modeling.mechanisms.talking_heads import BOTH, KIND, dynamic_terms, has_talking_heads, supports_cache
 from ..registration import variant_config_class, variant_model_class
 from .counting import (
     CacheSizes,
@@ -377,12 +377,12 @@ def variant_rows(
     if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
-    keeps_cross_cache = keeps_cache(dynamic_terms(current, "cross_"))
+    keeps_cross_cache = supports_cache(dynamic_terms(current, "cross_"))
     if latents and can_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from latent_rows(current, ranks)
     # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
-    if talking_heads and not talks(current) and is_even:
+    if talking_heads and not has_talking_heads(current) and is_even:
         yield {KIND: BOTH}
 
 
@@ -472,7 +472,7 @@ def _has_fixed_form(config: Any) -> bool:
 
 def score_name(config: Any, prefix: str) -> str | None:
     """Return the name of the score function of a place, or None for the dot product."""
-    requested = AdditiveScore.asked_for(config, prefix)
+    requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
 

@@ -17,7 +17,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.latent_attention import latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import can_cache
-from ..modeling.mechanisms.talking_heads import mixing_flops, talks
+from ..modeling.mechanisms.talking_heads import has_talking_heads, mixing_flops
 from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = [
@@ -122,7 +122,9 @@ def kv_cache_bytes(
         num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
         repeats_source: Whether the source is stored for each beam, as the Transformers classes do.
     """
-    is_shared = model.config.is_encoder_decoder and not talks(model.config, "cross_") and not repeats_source
+    is_shared = (
+        model.config.is_encoder_decoder and not has_talking_heads(model.config, "cross_") and not repeats_source
+    )
     sizes = []
     for site, path, module in model.named_attentions():
         core, heads = _core(module, site), site.heads(model.config, path)

@@ -63,6 +63,6 @@ class Missing:
         )
 
     @classmethod
-    def asked_for(cls, config: Any, prefix: str) -> None:
+    def requested_in(cls, config: Any, prefix: str) -> None:
         """Return None: no attention of this repository uses the mechanism."""
         return None

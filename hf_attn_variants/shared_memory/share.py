@@ -10,7 +10,7 @@ from ..instance_attributes import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.mechanisms.talking_heads import talks
+from ..modeling.mechanisms.talking_heads import has_talking_heads
 from ..modeling.upstream import check_attributes
 from ..modeling.variant_names import plain_implementation
 from .attention import (
@@ -215,7 +215,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
     name, config = type(model).__name__, model.config
     _check_encoder_decoder(model)
     _check_implementation(model, IMPLEMENTATIONS)
-    if talks(config, "cross_"):
+    if has_talking_heads(config, "cross_"):
         raise ValueError(
             f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
             'checkpoint that was converted with `cross_talking_heads="none"`.'

@@ -102,12 +102,14 @@ def test_every_row_is_of_mechanisms_and_is_tried_here():
 
 def test_a_mechanism_says_where_it_is_asked_for():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
-    assert [TalkingHeads.asked_for(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [None]
-    assert [Latent.asked_for(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
-    assert [DistanceBias.asked_for(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
-    assert DistanceBias.asked_for(T5.config(position_embedding_type="sinusoidal"), "") is None
+    assert [TalkingHeads.requested_in(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [
+        None
+    ]
+    assert [Latent.requested_in(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
+    assert [DistanceBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
+    assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
-    asked = {name: pattern_class(name).asked_for(window, "") for name in PATTERNS}
+    asked = {name: pattern_class(name).requested_in(window, "") for name in PATTERNS}
     assert {name for name, found in asked.items() if found} == {"sliding_window"}
 
 

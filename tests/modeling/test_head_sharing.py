@@ -33,9 +33,9 @@ def test_a_mechanism_says_where_it_is_asked_for():
         config = config_of(BERT, num_key_value_heads=count)
         for mechanism in (HeadSharing, GroupedQuery, MultiQuery):
             is_meant = found is not None and mechanism in (HeadSharing, found)
-            assert mechanism.asked_for(config, "") == ((field, count) if is_meant else None)
+            assert mechanism.requested_in(config, "") == ((field, count) if is_meant else None)
     config = config_of(T5, encoder_num_key_value_heads=1)
-    places = [HeadSharing.asked_for(config, prefix) for prefix in ("", "encoder_", "cross_")]
+    places = [HeadSharing.requested_in(config, prefix) for prefix in ("", "encoder_", "cross_")]
     assert places == [None, (f"encoder_{field}", 1), None]
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hf_attn_variants.modeling.ops import blocked_attention, window_blocks
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import Reach
+from hf_attn_variants.modeling.ops.reach import KeyRange
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.modeling.ops.window_blocks import BlockWindows, as_full_attention, fills_blocks
 from hf_attn_variants.reference import patterns as reference_patterns
@@ -33,7 +33,7 @@ def short_blocks(monkeypatch):
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):
-    return Reach.of(window, dilation, global_tokens, causal)
+    return KeyRange.of(window, dilation, global_tokens, causal)
 
 
 def make_call(n, groups=2, biased=False, dtype=torch.float32):

@@ -64,7 +64,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
             if memory is not each:
                 args, kwargs = (), self.arguments.by_name(args, kwargs, memory=memory)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
-        if not self.projects_itself:
+        if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps = (self.q_proj, self.k_proj, self.v_proj)

@@ -49,7 +49,7 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
         """Attend within hidden states [b, n, hidden size]; the arguments are those of `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, cache, kwargs)
-        if not self.projects_itself:
+        if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
@@ -70,7 +70,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
         """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
         states, memory, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
-        if not self.projects_itself:
+        if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p

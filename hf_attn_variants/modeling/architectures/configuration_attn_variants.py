@@ -6,7 +6,7 @@ from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDe
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import KIND, talking_group, talks
+from ..mechanisms.talking_heads import KIND, has_talking_heads, talking_group
 from ..upstream import auto_class_names, known_imports
 
 with known_imports():
@@ -247,7 +247,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
         """
         super().check_variant()
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
-        if len(set(heads)) > 1 and talks(self, "") and not talking_group(self, "encoder_"):
+        if len(set(heads)) > 1 and has_talking_heads(self, "") and not talking_group(self, "encoder_"):
             raise ValueError(
                 f"`encoder_talking_heads` must be given as well if the encoder and the decoder have different numbers "
                 f"of heads; got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}."

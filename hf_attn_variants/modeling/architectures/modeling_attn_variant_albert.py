@@ -46,7 +46,7 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
         """Attend within hidden states [b, n, hidden size]; the arguments are those of `AlbertAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
-        if not self.projects_itself:
+        if not self.owns_projections:
             upstreams: Any = super()
             return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)

@@ -42,7 +42,7 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
         """Attend within hidden states [b, n, dim]; the arguments are those of `DistilBertSelfAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
-        if not self.projects_itself:
+        if not self.owns_projections:
             upstreams: Any = super()
             return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)

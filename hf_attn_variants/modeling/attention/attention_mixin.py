@@ -71,7 +71,7 @@ class AttentionVariantMixin(_Attention):
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         # Transformers assumes that values are as wide as keys.
-        self.projects_itself = heads.rank is not None or heads.value_dim != heads.head_dim
+        self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
         shapes = projection_shapes(heads, query_dim, memory_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)
@@ -81,9 +81,9 @@ class AttentionVariantMixin(_Attention):
         if shapes:
             # Transformers has already initialized this module, but not the new parameters.
             self._is_hf_initialized = False
-        self.settle_implementation()
+        self.resolve_attn_implementation()
 
-    def settle_implementation(self) -> None:
+    def resolve_attn_implementation(self) -> None:
         """Check and store the attention implementation that the configuration names.
 
         `variant_inputs` repeats the check only if the name in the configuration has changed.
@@ -132,7 +132,7 @@ class AttentionVariantMixin(_Attention):
             ValueError: if the attention implementation or the cache does not support the variant.
         """
         if implementation_of(self) != self.implementation:
-            self.settle_implementation()
+            self.resolve_attn_implementation()
         if not self.is_own and wants_weights(self, kwargs):
             raise ValueError(
                 f'attn_implementation="{self.implementation}" computes no attention weights; '
@@ -167,7 +167,7 @@ class AttentionVariantMixin(_Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the outputs of all heads [b, n, h_v d_v], and the weights if the call requests them.
 
-        This method replaces the original `forward` if `projects_itself` is true. The attention then has a latent, or
+        This method replaces the original `forward` if `owns_projections` is true. The attention then has a latent, or
         its values and keys differ in size.
 
         Args:

@@ -12,7 +12,7 @@ from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.kernel_table import kernel_of
 from ..mechanisms.patterns.pattern_table import pattern_class
-from ..ops.reach import Reach
+from ..ops.reach import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
 __all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
@@ -105,7 +105,7 @@ class AttentionSite:
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
             # This is a softmax layer in a stack with kernels. Masks cover only padding there, so the layer itself
             # must leave out later keys.
-            return None if self.kernel(config, path, is_causal) is not None else Reach.of(None, 1, 0, is_causal)
+            return None if self.kernel(config, path, is_causal) is not None else KeyRange.of(None, 1, 0, is_causal)
         if self.is_cross_attention or pattern is None:
             return None
         return pattern_class(pattern).reach(config, prefix, self.heads(config, path).softmax, layer, is_causal)

@@ -104,7 +104,7 @@ def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | N
             "`attention_pattern`, `attention_kernel` and a `num_value_heads` unlike the key heads need a dynamic "
             f"cache, got {type(cache).__name__}."
         )
-    if not module.keeps_cache:
+    if not module.supports_cache:
         name = "talking_heads_dynamic" if memory is None else "cross_talking_heads_dynamic"
         raise ValueError(f"`{name}` m2l and m2w need inputs that a cache does not hold. Pass `use_cache=False`.")
     if memory is not None:

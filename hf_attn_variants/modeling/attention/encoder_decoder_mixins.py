@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..mechanisms.talking_heads import talks
+from ..mechanisms.talking_heads import has_talking_heads
 from ..upstream import Arguments, check_called, check_method, known_imports, upstream_class
 from ..variant_names import EAGER, SDPA
 from .latent_attention import holds_latent
@@ -87,7 +87,7 @@ class BeamsShareMemory(_Generation):
     ) -> tuple[Any, dict[str, Any]]:
         # Only the functions of this package can share encoder outputs, and only without talking-heads projections.
         implementation = self.config._attn_implementation_internal
-        folds = implementation in (EAGER, SDPA) and not talks(self.config, "cross_")
+        folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
         upstreams: Any = super()
         expand = upstreams._expand_inputs_for_generation
         return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)

@@ -21,7 +21,7 @@ from ..mechanisms.kernels.kernel_table import drawn_names
 from ..mechanisms.latents import add_latent_map
 from ..mechanisms.patterns.compressed_pattern import compression_of
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, beginning_of_talking_heads, keeps_cache
+from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
 from ..ops.padded_rows import settle_padding
 from ..remote_code import is_package_class
 from ..transformers_trial import try_host
@@ -197,7 +197,7 @@ class AttnVariantModelMixin(_Model):
         # At this point, the generation_config.json of the checkpoint has been read.
         model._generate_as_configured()
         if adds:
-            begin = beginning_of_talking_heads(model.config)
+            begin = describe_initialization(model.config)
             logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
         warn_of_positions(model.config, source, kwargs)
         return loaded
@@ -214,7 +214,7 @@ class AttnVariantModelMixin(_Model):
             if isinstance(module, AttnVariantModelMixin):
                 module.config._attn_implementation = self.config._attn_implementation
             if isinstance(module, AttentionVariantMixin):
-                module.settle_implementation()
+                module.resolve_attn_implementation()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         # This check runs before Transformers searches for a kernel that the variant could not use.
@@ -290,7 +290,7 @@ def _install_variant(
     core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
     # Cross-attention computes its terms from the encoder outputs, which are available in each step. With a smaller
     # latent, it computes them from the latent, which is only in the cache after the first step.
-    core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
+    core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
     core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
     core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)

@@ -105,8 +105,8 @@ def check_together(config: Any) -> None:
     """
     for prefix in PREFIXES:
         for row in REFUSED:
-            one = row.one.asked_for(config, prefix)
-            other = None if one is None else row.other.asked_for(config, prefix)
+            one = row.one.requested_in(config, prefix)
+            other = None if one is None else row.other.requested_in(config, prefix)
             if one is not None and other is not None:
                 raise ValueError(row.words.format(field=one[0], value=one[1], other=other[0], beside=other[1]))
 
@@ -132,7 +132,7 @@ def check_implementation(config: Any, implementation: Any) -> None:
 def _check_not_ignored(config: Any, implementation: Any) -> None:
     for mechanism, words in IGNORED_BY_OTHERS:
         for prefix in PREFIXES:
-            if (asked := mechanism.asked_for(config, prefix)) is not None:
+            if (asked := mechanism.requested_in(config, prefix)) is not None:
                 what = words.format(field=asked[0], value=asked[1])
                 raise ValueError(
                     f'{what} cannot run under attn_implementation="{implementation}", which would ignore it: use '

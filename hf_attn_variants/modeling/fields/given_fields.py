@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..mechanisms.talking_heads import DYNAMIC, keeps_cache
+from ..mechanisms.talking_heads import DYNAMIC, supports_cache
 from .field_checks import nearest, without_prefix
 from .field_table import OPTIONAL_FIELDS
 from .kernel_fields import KernelFields
@@ -56,7 +56,7 @@ def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str
     # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
     # default again.
     named = {*fields, *(fields.get("per_layer_values") or ())}
-    if DYNAMIC not in named or keeps_cache(values.get(DYNAMIC)):
+    if DYNAMIC not in named or supports_cache(values.get(DYNAMIC)):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..mechanisms.latents import rank_of_map
-from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, keeps_cache
+from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, supports_cache
 from ..other_libraries import register_with_peft, register_with_sentence_transformers
 from ..upstream_checks import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
@@ -383,4 +383,4 @@ def can_cache(config: Any) -> bool:
     if not hasattr(config, DYNAMIC):
         return True
     has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
-    return all(keeps_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))
+    return all(supports_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))

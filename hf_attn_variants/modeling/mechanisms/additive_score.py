@@ -87,7 +87,7 @@ def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> Additiv
         config: a variant configuration.
         prefix: the prefix of the attention's place.
     """
-    if AdditiveScore.asked_for(config, prefix) is None:
+    if AdditiveScore.requested_in(config, prefix) is None:
         return None
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 

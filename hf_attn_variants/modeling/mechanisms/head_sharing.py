@@ -27,7 +27,7 @@ class HeadSharing(Mechanism):
     words = "multi-head"
 
     @classmethod
-    def asked_for(cls, config: Any, prefix: str) -> tuple[str, int] | None:
+    def requested_in(cls, config: Any, prefix: str) -> tuple[str, int] | None:
         """Return the key/value head field of a place and the smallest count in a layer, or None for another kind."""
         field = key_value_field(prefix)
         if not hasattr(config, field):

@@ -26,7 +26,7 @@ class Mechanism:
     inherits: ClassVar[bool] = False
 
     @classmethod
-    def asked_for(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
         """Return the field that requests the mechanism for a place, and its value; None if no field requests it.
 
         Args:

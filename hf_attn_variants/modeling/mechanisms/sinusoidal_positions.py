@@ -24,7 +24,7 @@ BASE = 10000.0
 
 def has_sinusoids(config: Any) -> bool:
     """Check if any configuration requests sinusoidal positions."""
-    return SinusoidalPositions.asked_for(config, "") is not None
+    return SinusoidalPositions.requested_in(config, "") is not None
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -72,10 +72,10 @@ class DistanceBias(Mechanism):
     paper = ("Exploring the limits of transfer learning with a unified text-to-text transformer", "1910.10683")
 
     @classmethod
-    def asked_for(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
         """Return the field and its value, or None for cross-attention and for models with sinusoidal positions."""
         is_without = prefix == "cross_" or has_sinusoids(config)
-        return None if is_without else super().asked_for(config, "")
+        return None if is_without else super().requested_in(config, "")
 
 
 # A mixin becomes a module only together with a class of Transformers. These bases are for the type checker.

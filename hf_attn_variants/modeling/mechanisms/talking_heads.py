@@ -37,19 +37,19 @@ __all__ = [
     "X2L",
     "DynamicTerms",
     "TalkingHeads",
-    "beginning_of_talking_heads",
     "count_fields",
+    "describe_initialization",
     "dynamic_terms",
-    "keeps_cache",
+    "has_talking_heads",
     "layers_of",
     "listed_by_layer",
     "mixing_flops",
     "projection_shapes",
     "projection_std",
     "query_heads_there",
+    "supports_cache",
     "talking_group",
     "talking_places",
-    "talks",
 ]
 
 TALKING_FIELDS = KIND, SOFTMAX, OUTPUT, INIT, DYNAMIC = (
@@ -133,7 +133,7 @@ class DynamicTerms(Mechanism):
     paper = TalkingHeads.paper
 
     @classmethod
-    def asked_for(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
+    def requested_in(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
         """Return the field without a prefix and the terms in the layers of a place, or None if there are no terms."""
         terms = dynamic_terms(config, prefix) if prefix in talking_places(config) else []
         return (cls.field, terms) if terms else None
@@ -144,7 +144,7 @@ def talking_places(config: Any) -> tuple[str, ...]:
     return tuple(prefix for prefix in PREFIXES if hasattr(config, prefix + KIND))
 
 
-def talks(config: Any, prefix: str | None = None) -> bool:
+def has_talking_heads(config: Any, prefix: str | None = None) -> bool:
     """Check if any layer of a place has talking heads; None selects all places."""
     places = talking_places(config) if prefix is None else (prefix,)
     return any(talking.kind for place in places for talking in layers_of(config, place))
@@ -156,7 +156,7 @@ def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
 
 
-def beginning_of_talking_heads(config: Any) -> str:
+def describe_initialization(config: Any) -> str:
     """Return a description of the initialization of new talking heads and of its effect on the outputs."""
     talking = [each for prefix in talking_places(config) for each in layers_of(config, prefix)]
     if any(each.init == RANDOM for each in talking):
@@ -166,7 +166,7 @@ def beginning_of_talking_heads(config: Any) -> str:
     return "they begin as the identity, and no output changes"
 
 
-def keeps_cache(dynamic: Iterable[str] | None) -> bool:
+def supports_cache(dynamic: Iterable[str] | None) -> bool:
     """Check if a decoder can use a cache when its self-attention has these input-dependent terms."""
     return not any(name[0] == "m" for name in dynamic or ())
 
@@ -180,7 +180,7 @@ def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
     """
     stacks = {*kv_heads_fields}
     places = [place for place in talking_places(config) if not place or key_value_field(place) in stacks]
-    names = [place + name for place in places if talks(config, place) for name in (SOFTMAX, OUTPUT)]
+    names = [place + name for place in places if has_talking_heads(config, place) for name in (SOFTMAX, OUTPUT)]
     return [name for name in names if getattr(config, name) is not None]
 
 

@@ -21,7 +21,7 @@ class Operands(NamedTuple):
     scaling: float = 1.0
     is_causal: bool = False
     dropout: float = 0.0
-    reach: list[int] | None = None  # a `Reach`; the bias is then a bias by distance
+    reach: list[int] | None = None  # a `KeyRange`; the bias is then a bias by distance
 
     @property
     def heads_in(self) -> int:

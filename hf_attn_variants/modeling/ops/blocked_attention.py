@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .attention_operands import Operands
-from .reach import Reach
+from .reach import KeyRange
 from .window_blocks import BlockWindows
 
 __all__ = ["add_bias_gradient", "blocked_backward", "blocked_forward", "group"]
@@ -84,7 +84,7 @@ class _Call:
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
         self.nothing: Tensor | None = None
-        self.windows = None if reach is None else BlockWindows(Reach(*reach), self.query, self.key, bias)
+        self.windows = None if reach is None else BlockWindows(KeyRange(*reach), self.query, self.key, bias)
         self._take_masks(mask, bias if reach is None else None)
 
     def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernel_trials import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
 from .memory_efficient_attention import one_dtype, talking_heads_attention
-from .reach import Reach
+from .reach import KeyRange
 
 __all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
 
@@ -60,7 +60,7 @@ def attention_in_windows(
     mask: Tensor | None = None,
     position_bias: Tensor | None = None,
     *,
-    reach: Reach,
+    reach: KeyRange,
     dropout: float = 0.0,
     **options: Any,
 ) -> Tensor:
@@ -101,7 +101,7 @@ def _kind_of(
     value: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    reach: Reach,
+    reach: KeyRange,
     scaling: float,
 ) -> Kind | None:
     """Return the kind of a call; None where FlexAttention cannot serve it."""
@@ -145,7 +145,7 @@ def _flex(
     value: Tensor,
     mask: Tensor | None,
     table: Tensor | None,
-    reach: Reach,
+    reach: KeyRange,
     scaling: float,
 ) -> Tensor:
     """Return [b, n, h, d_v]; arguments as in `attention_in_windows`, the bias by distance, [1, h, 1, 2 l - 1]."""
@@ -215,14 +215,14 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
 
 
 @lru_cache(maxsize=4)  # (n / 128)^2 numbers each
-def _block_mask(reach: Reach, length: int, memory: int, device: torch.device) -> Any:
+def _block_mask(reach: KeyRange, length: int, memory: int, device: torch.device) -> Any:
     """Return FlexAttention's mask of a shape: the blocks that are read, and a formula for those read in part."""
     from torch.nn.attention.flex_attention import BlockMask
 
     # Distances beyond the text are all alike, and fit the kernel's numbers.
     before, after, step, global_tokens, offset = (
         _number(role, min(number, length + memory), device)
-        for role, number in zip((*Reach._fields, "first query"), (*reach, memory - length), strict=True)
+        for role, number in zip((*KeyRange._fields, "first query"), (*reach, memory - length), strict=True)
     )
 
     is_dilated = reach.step > 1
@@ -248,7 +248,7 @@ def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
-def blocks_that_are_read(reach: Reach, length: int, memory: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def blocks_that_are_read(reach: KeyRange, length: int, memory: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Return which blocks of keys any query of a block reads, and which all of them read whole.
 
     Blocks at the ends, shorter than the others, count as whole where what there is of them is.
@@ -321,7 +321,7 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
 
 def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
     """Return the output of a small call and its gradients; of the blocks in float32 on the CPU."""
-    reach = Reach(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
+    reach = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
     if not by_flex:
         states = {name: t.cpu() if t.dtype == torch.bool else t.cpu().float() for name, t in states.items()}

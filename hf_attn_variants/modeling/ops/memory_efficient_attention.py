@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..variant_names import NAME_SUFFIX
 from .attention_operands import Operands
 from .backend_choice import BACKENDS, choose_backend
-from .reach import Reach
+from .reach import KeyRange
 from .triton_attention import covers_device, is_supported
 from .variant_attention import check_mask
 
@@ -47,7 +47,7 @@ def talking_heads_attention(
     dropout: float = 0.0,
     logits_proj: Tensor | None = None,
     weights_proj: Tensor | None = None,
-    reach: Reach | None = None,
+    reach: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute talking-heads attention in memory that grows linearly with n and m; differentiable once.

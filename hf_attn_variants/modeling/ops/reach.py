@@ -2,14 +2,14 @@
 
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_SIZE", "Reach", "TransientGlobal"]
+__all__ = ["MAX_SIZE", "KeyRange", "TransientGlobal"]
 
 # A distance that is longer than any text. It represents a layer without a window. Larger sizes in a configuration are
 # errors.
 MAX_SIZE = 2**31
 
 
-class Reach(NamedTuple):
+class KeyRange(NamedTuple):
     """The key range of an attention module, defined by positions.
 
     Query i attends to key j if i - before <= j <= i + after. Of these keys, it attends to every `step`-th, counted
@@ -22,7 +22,7 @@ class Reach(NamedTuple):
     global_tokens: int = 0
 
     @classmethod
-    def of(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "Reach":
+    def of(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
         """Return the key range of a window.
 
         The window extends to both sides of the query by half its width. A causal window ends at the query.

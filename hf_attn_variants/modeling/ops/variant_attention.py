@@ -42,12 +42,12 @@ class VariantAttention(nn.Module):
     heads: AttentionHeads
     projection_names: tuple[str, ...]
     dynamic_names: tuple[str, ...]
-    projects_itself: bool  # True if this package, not Transformers, computes queries, keys and values
-    keeps_cache: bool
+    owns_projections: bool  # True if this package, not Transformers, computes queries, keys and values
+    supports_cache: bool
     implementation: str
     is_own: bool
     kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    reach: Any  # a `Reach`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
+    reach: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
     score: Any  # an `AdditiveScore`; None for the dot product
     compression: Any  # a `MemoryCompression`; None if there is one key and one value per token
     padding_rule: int

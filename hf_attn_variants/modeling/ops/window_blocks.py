@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .padded_rows import is_of_keys
 from .query_folding import is_exporting
-from .reach import Reach
+from .reach import KeyRange
 
 __all__ = ["BlockWindows", "as_full_attention", "block_rows", "fills_blocks", "relative_bias"]
 
@@ -34,7 +34,7 @@ MOST_ROWS = {"cpu": 64, "default": 512}
 MOST_IN_A_MASK = 2048
 
 
-def block_rows(reach: Reach, device: str) -> int:
+def block_rows(reach: KeyRange, device: str) -> int:
     """Return the number of queries per block, about half the window width within the limits of the device."""
     most = min(MOST_ROWS.get(device, MOST_ROWS["default"]), (reach.before + reach.after) // reach.step // 2)
     return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
@@ -56,7 +56,7 @@ class BlockWindows:
     Blocks in the middle of a text have the same mask and bias, so these are computed only once.
     """
 
-    def __init__(self, reach: Reach, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None) -> None:
+    def __init__(self, reach: KeyRange, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None) -> None:
         self.reach, self.table, self.device = reach, table, query.device
         self.length, self.memory = query.shape[2], key.shape[2]
         self.rows = block_rows(reach, query.device.type)
@@ -127,7 +127,7 @@ class BlockWindows:
         self.gradient = None
 
 
-def fills_blocks(reach: Reach, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def fills_blocks(reach: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return True if attention in blocks supports a call and is likely to be faster than full attention.
 
     The mask must be boolean and must not depend on the query. Full attention with a mask is faster if the text is
@@ -136,14 +136,14 @@ def fills_blocks(reach: Reach, query: torch.Tensor, key: torch.Tensor, mask: tor
     length, memory = query.shape[2], key.shape[2]
     if is_exporting() or query.shape[0] != key.shape[0] or length == 1:  # an exported graph must support every length
         return False
-    if not isinstance(reach, Reach):
+    if not isinstance(reach, KeyRange):
         return False
     return (mask is None or is_of_keys(mask)) and memory >= 2 * _keys_of_block(
         reach, block_rows(reach, query.device.type)
     )
 
 
-def _keys_of_block(reach: Reach, rows: int) -> int:
+def _keys_of_block(reach: KeyRange, rows: int) -> int:
     return rows + (reach.before + reach.after) // reach.step + reach.global_tokens
 
 
@@ -158,7 +158,7 @@ def as_full_attention(
     """Return the mask and the position bias that make full attention equivalent to a key range.
 
     Args:
-        reach: the key range of the attention module, a `Reach` or a `BlockPattern`.
+        reach: the key range of the attention module, a `KeyRange` or a `BlockPattern`.
         query, key: [b, h_k, n, d] and [b, k, m, d].
         mask: as in `attention_with_weights`. Only the last m keys of the mask are used, because the cache may be
             shorter.
@@ -181,7 +181,7 @@ def as_full_attention(
         queries = torch.arange(length, device=query.device) + memory - length
         mask = None if mask is None else mask[..., -memory:]
     bias = None if table is None else relative_bias(table, queries, keys)
-    if not is_exporting() and memory > MOST_IN_A_MASK and not isinstance(reach, Reach):
+    if not is_exporting() and memory > MOST_IN_A_MASK and not isinstance(reach, KeyRange):
         logger.warning_once(
             f'attention_pattern={reach.kind.name!r} as a mask of {length} x {memory} numbers: "sdpa" without '
             "`output_attentions` goes by blocks."

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...ops.memory_efficient_attention import without_autocast
 from ...ops.query_folding import QueryFold
-from ...ops.reach import Reach
+from ...ops.reach import KeyRange
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
@@ -52,7 +52,7 @@ class NearKeys(NamedTuple):
     @classmethod
     def of(
         cls,
-        reach: Reach,
+        reach: KeyRange,
         key: torch.Tensor,
         value: torch.Tensor,
         read: torch.Tensor | None,
@@ -74,7 +74,7 @@ class NearKeys(NamedTuple):
         pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
-    def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: Reach) -> HybridState:
+    def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: KeyRange) -> HybridState:
         """Return the state for the next token.
 
         Args:
@@ -131,9 +131,9 @@ class Hybrid(Hedgehog):
             raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer that has it; got {got}.')
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> KeyRange:
         """The key range of the softmax."""
-        return Reach.of(self.window, 1, 0, self.is_causal)
+        return KeyRange.of(self.window, 1, 0, self.is_causal)
 
     @property
     def is_exported_as_weights(self) -> bool:
@@ -206,7 +206,7 @@ def attend_in_blocks_and_sums(
     key_features: torch.Tensor,
     log_factor: torch.Tensor,
     sums: torch.Tensor | None,
-    reach: Reach,
+    reach: KeyRange,
     scaling: float,
 ) -> torch.Tensor:
     """Return the sum of weighted values of each query, followed by the sum of the weights.
@@ -248,7 +248,7 @@ def attend_in_blocks_and_sums(
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 
-def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(block: int, reach: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
     around = reach.before + reach.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
@@ -296,7 +296,7 @@ def hybrid_weights(
     by_features: torch.Tensor,
     read: torch.Tensor | None,
     log_factor: torch.Tensor,
-    reach: Reach,
+    reach: KeyRange,
 ) -> torch.Tensor:
     """Return all weights [b, h, n, m] before normalization.
 

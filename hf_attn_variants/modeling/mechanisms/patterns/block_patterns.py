@@ -17,7 +17,7 @@ __all__ = ["BlockPattern", "ScatteredPattern"]
 
 
 class BlockPattern(NamedTuple):
-    """The keys that the queries of one attention attend to, with the interface of `Reach`.
+    """The keys that the queries of one attention attend to, with the interface of `KeyRange`.
 
     The queries are at the positions of the last keys.
     """

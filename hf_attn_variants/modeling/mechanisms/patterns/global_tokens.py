@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...ops.reach import Reach
+from ...ops.reach import KeyRange
 from ...ops.variant_attention import VariantAttention
 
 __all__ = ["MASK", "check_global_mask", "global_tokens_of", "with_global_tokens_first"]
@@ -43,7 +43,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         )
 
 
-def global_tokens_of(reach: Reach | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def global_tokens_of(reach: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
     mask = kwargs.get(MASK)
     if mask is None or reach is None or reach.is_causal:
@@ -53,7 +53,7 @@ def global_tokens_of(reach: Reach | None, kwargs: dict[str, Any]) -> torch.Tenso
 
 def with_global_tokens_first(
     attend: Callable[..., torch.Tensor],
-    reach: Reach,
+    reach: KeyRange,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     is_global: torch.Tensor,

@@ -5,7 +5,7 @@ The first `num_global_tokens` attend to all tokens, and all tokens attend to the
 
 from typing import Any
 
-from ...ops.reach import Reach
+from ...ops.reach import KeyRange
 from .attention_pattern import AttentionPattern
 
 __all__ = ["SlidingWindow"]
@@ -21,9 +21,9 @@ class SlidingWindow(AttentionPattern):
     counts_tokens = False
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Reach:
+    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
         """Return the window; see `AttentionPattern.reach`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
-        return Reach.of(window, dilation, global_tokens, is_causal)
+        return KeyRange.of(window, dilation, global_tokens, is_causal)

@@ -1,6 +1,6 @@
 """The tree of `docs/tree.md`: the package's folders and files, each with the first sentence of its docstring.
 
-`make tree` writes it into the page; `tests/test_rooms.py` compares the two.
+`make tree` writes it into the page; `tests/test_layers.py` compares the two.
 """
 
 import ast

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import house_tree
+import package_tree
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -295,7 +295,9 @@ def test_no_file_and_no_function_is_too_long():
 
 
 def test_the_tree_of_the_architecture_is_the_packages():
-    assert house_tree.tree_in(house_tree.PAGE.read_text(encoding="utf-8")) == house_tree.tree_of(), "run `make tree`"
+    assert package_tree.tree_in(package_tree.PAGE.read_text(encoding="utf-8")) == package_tree.tree_of(), (
+        "run `make tree`"
+    )
 
 
 def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
@@ -311,7 +313,7 @@ def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
     for name, text in files.items():
         (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "house" / name).write_text(text)
-    assert house_tree.tree_of(tmp_path / "house").splitlines() == [
+    assert package_tree.tree_of(tmp_path / "house").splitlines() == [
         "house/",
         "  __init__.py                  A house",
         "  a.py",
