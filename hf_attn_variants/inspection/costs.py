@@ -463,11 +463,11 @@ def _is_convertible(source: Any, target: Any) -> bool:
 
 def _has_fixed_form(config: Any) -> bool:
     """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
-    values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
+    values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
     has_other_shapes = has_scores(config) or config.value_head_dim is not None
-    return has_other_shapes or not values.isdisjoint(by_head)
+    return has_other_shapes or any(name in values for name in by_head)
 
 
 def score_name(config: Any, prefix: str) -> str | None:

@@ -113,7 +113,7 @@ def test_other_commands_name_their_extra(serving):
     assert [*found] == commands and len(commands) > 8
     for command, (status, said) in found.items():
         assert status == 0
-        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn: install" in said
+        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in said
 
 
 def test_setup_cfg_has_what_the_check_asks_for():

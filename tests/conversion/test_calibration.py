@@ -157,7 +157,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     said = report.summary(attention_errors=True)
     assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == report.summary() != said
     assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
-    assert ("then fitted" in said) is bool(fit_steps)
+    assert ("before the fit" in said) is bool(fit_steps)
 
 
 @pytest.mark.thorough

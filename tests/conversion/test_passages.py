@@ -98,7 +98,7 @@ def test_report_and_card_tell_of_them(tmp_path):
 def test_text_that_is_much_shorter_than_what_the_model_reads_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         convert_model(bert(), 2, calibration=calibration(passages=None))
-        assert not any("the longest calibration example" in each.getMessage() for each in caplog.records)
+        assert not any("The longest calibration example" in each.getMessage() for each in caplog.records)
         convert_model(bert(), 2, calibration=calibration())
-    (record,) = (each for each in caplog.records if "the longest calibration example" in each.getMessage())
-    assert "the longest calibration example has 22 tokens, and the model reads up to 512" in record.getMessage()
+    (record,) = (each for each in caplog.records if "The longest calibration example" in each.getMessage())
+    assert "The longest calibration example has 22 tokens, but the model reads up to 512" in record.getMessage()

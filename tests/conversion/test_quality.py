@@ -329,7 +329,7 @@ def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
     bert().save_pretrained(tmp_path / "source")
     given = {"kv_lora_rank": 2, "calibration": calibration()}
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **given)
-    assert "the conversion is outside tolerance" in caplog.text and "--num_key_value_heads" in caplog.text
+    assert "The conversion is outside tolerance" in caplog.text and "--num_key_value_heads" in caplog.text
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert not report["quality"]["is_kept"]
     with pytest.raises(ValueError, match=r"is outside tolerance.*The report is .*strict\.conversion_report\.json"):
@@ -370,7 +370,7 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
     line = ["convert", str(source), "--kv_lora_rank", "1", "--calibration_file", str(lines), "--fit_steps", "0"]
     assert main([*line, "--strict", "--output_dir", str(tmp_path / "strict")]) == 1
     assert not (tmp_path / "strict").exists() and (tmp_path / "strict.conversion_report.json").is_file()
-    assert "error: the conversion is outside tolerance" in capsys.readouterr().err
+    assert "error: The conversion is outside tolerance" in capsys.readouterr().err
     assert main([*line, "--output_dir", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert (
@@ -391,7 +391,7 @@ def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
     assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
     said = capsys.readouterr()
-    assert "of the tokens it writes differ from the original's" in said.out
+    assert "of its generated tokens differ from the original's" in said.out
     assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
     assert "off on held-out" not in said.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2

@@ -244,7 +244,7 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
         written[stream.isatty()] = stream.getvalue()
-        for expected in ("calibrating attention 3 of 3", "mean error of one attention"):
+        for expected in ("calibrating attention 3 of 3", "mean error per attention"):
             assert expected in written[stream.isatty()]
         assert "42/42" in written[stream.isatty()]
     # Of 120 texts a quarter is held out, and the other 90 are four batches: a closed form counts as 3 steps for each

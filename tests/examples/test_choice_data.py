@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import TableRow
+from hf_attn_variants.training.engine.tables import SplitRow
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_columns_are_numbered(load):
 def rows_with(answers, choices):
     pairs = enumerate(zip(answers, choices, strict=True))
     return [
-        ChoiceRow(TableRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs
+        ChoiceRow(SplitRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs
     ]
 
 

@@ -120,7 +120,7 @@ def judged(folder, old, new):
         check_tokenizer(folder, old, new)
         for argv in (["push", str(folder), "--repo_id", "me/x", "--dry_run"], ["inspect", str(folder)]):
             status, errors = called(argv)
-            assert status == 2 and "killed while it replaced the model there: `mv" in errors[0], errors
+            assert status == 2 and "killed while it replaced the model there. `mv" in errors[0], errors
         return "refused"
     found, results = model_of(folder), (folder / "all_results.json")
     AutoModel.from_pretrained(folder)

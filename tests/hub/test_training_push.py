@@ -26,7 +26,7 @@ def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as the other scripts leave them
     results = main(parse_args([*arguments, "--overwrite_output_dir"]))
-    assert f"pushed to {hub.url}/me/stsb" in capsys.readouterr().out
+    assert f"Pushed to {hub.url}/me/stsb" in capsys.readouterr().out
     repository, there = hub.repositories["me/stsb"], hub.files("me/stsb")
     assert (tmp_path / "out" / "runs").is_dir()
     assert repository.private and len(repository.log) == 2

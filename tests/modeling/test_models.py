@@ -88,15 +88,9 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
 def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
-    rooms = ("attention", "fields", "mechanisms", "ops")
-    apart = (
-        "configuration_attn_variants",
-        architecture.config_class.modeling_file,
-        "transformers_trial",
-        "other_libraries",
-    )
-    apart = (*apart, "remote_code", "upstream", "upstream_checks", "variant_names")
-    files = {f"{name}.py" for name in (*apart, *(f"attn_variants_{room}" for room in rooms))}
+    layers = ("attention", "base", "fields", "mechanisms", "ops")
+    names = ("configuration_attn_variants", architecture.config_class.modeling_file)
+    files = {f"{name}.py" for name in (*names, *(f"attn_variants_{layer}" for layer in layers))}
     assert {path.name for path in tmp_path.glob("*.py")} == files | {*FAMILY_FILES.get(architecture.name, ())}
     again = type(model).from_pretrained(tmp_path).eval()
     batch = architecture.batch(head)

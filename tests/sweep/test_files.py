@@ -49,8 +49,8 @@ def test_every_local_file_runs(path, values, tmp_path, monkeypatch):
         assert words[1:3] == ["-m", "attn_variants"]
         return cli.main(words[3:])
 
-    monkeypatch.setattr(runner, "_call", call)
-    monkeypatch.setattr(runner, "_last_line", lambda log: "see what is printed")
+    monkeypatch.setattr(runner, "_run_command", call)
+    monkeypatch.setattr(runner, "_read_last_error", lambda log: "see what is printed")
     assert len(LOCAL) == 9
     text = re.sub(r"^seeds: .*$", "seeds: [0]", path.read_text(), flags=re.M)
     text = re.sub(r"num_warmup_steps: \d+", "num_warmup_steps: 0", text)

@@ -162,7 +162,7 @@ def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
         ("--metric_for_best_model", "pearson", "metric_for_best_model was loss and is pearson"),
         ("--early_stopping_patience", "9", "early_stopping_patience was None and is 9"),
         ("--model_name_or_path", None, "model_name_or_path was .* and is .*copy"),
-        ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is [0-9a-f]{16};"),
+        ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is [0-9a-f]{16}"),
     ],
 )
 def test_a_resume_with_a_changed_option_is_refused_by_name(

@@ -393,7 +393,7 @@ def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
 
     step, flags, out = TrainingLoop._step, ["cola", "--max_train_steps", 4], tmp_path / "out"
     monkeypatch.setattr(TrainingLoop, "_step", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="no checkpoint is in"):
+    with pytest.raises(KeyboardInterrupt, match="There is no checkpoint in"):
         run(*flags)
     assert (out / "train_log.jsonl").is_file()
     with pytest.raises(ValueError) as refused:
@@ -427,14 +427,14 @@ def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run,
     flags = ("cola", "--max_train_steps", 4, "--overwrite_output_dir")
     advice = r"The last checkpoint is .*checkpoint-2. .*latest instead of --overwrite_output_dir"
     try:
-        with pytest.raises((KeyboardInterrupt, TerminatedError), match=f"^{name}: stopped after step 2; {advice}$"):
+        with pytest.raises((KeyboardInterrupt, TerminatedError), match=f"^{name}: .* step 2. {advice}"):
             run(*flags)
     finally:
         signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(TrainingLoop, "_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
         loading.setattr("hf_attn_variants.training.classification.task.load_tokenizer", at_start)
-        with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C; nothing was changed$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C. No file was changed.$"):
             run(*flags)
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 

@@ -141,7 +141,7 @@ def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path
     with caplog.at_level("INFO", "hf_attn_variants"):
         again = run("--num_train_epochs", 0, **only, output_dir=tmp_path / "again")
     said = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
-    assert f"as in {run.out / 'all_results.json'}: {said}" in caplog.text
+    assert f"{run.out / 'all_results.json'}: {said}" in caplog.text
     assert {name: again[name] for name in kept} == kept
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
     # What is given goes before, "no prefix" too; and parallel text has the prefix alone.

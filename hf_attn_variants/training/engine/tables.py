@@ -17,8 +17,8 @@ from .settings import FineTuningSettings, TableSettings
 
 __all__ = [
     "UNKNOWN_LABELS",
+    "SplitRow",
     "SplitRows",
-    "TableRow",
     "apply_recorded_columns",
     "find_absent_recorded_column",
     "find_split_files",
@@ -95,13 +95,13 @@ UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 @dataclass
-class TableRow:
+class SplitRow:
     """A row of a table or of a `datasets` source, without changes.
 
     Attributes:
         file: The file or the name of the source.
         number: The number of the row in it, from 1.
-        place, values, names_place, line: As in `text_files.Record`.
+        place, values, names_place, line: As in `text_files.TableRow`.
     """
 
     file: str
@@ -124,9 +124,9 @@ class SplitRows:
         records: An iterator over all rows.
     """
 
-    def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
+    def __init__(self, records: Iterator[SplitRow], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records: Iterator[TableRow] = itertools.chain([self.first], records)
+        self.records: Iterator[SplitRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
@@ -161,20 +161,20 @@ def _list_read_splits(settings: TableSettings) -> list[str]:
     return [name for name in SPLITS if not unread.get(name)]
 
 
-def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
+def _read_file_rows(paths: Sequence[str]) -> Iterator[SplitRow]:
     """Yield the rows of table files."""
     for path in paths:
         number = 0
         for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
-            yield TableRow(path, number, place, values, names_place, line)
+            yield SplitRow(path, number, place, values, names_place, line)
         if not number:
             raise ValueError(f"{path} must have at least one row, but is empty.")
 
 
-def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
+def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[SplitRow]:
     """Yield the rows of a split of a `datasets` source, which messages call `place`."""
     for number, row in enumerate(rows, start=1):
-        yield TableRow(place, number, row_place(place, None, number), row, place)
+        yield SplitRow(place, number, row_place(place, None, number), row, place)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
@@ -227,7 +227,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
     return None
 
 
-def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
+def _require_column(column: str, flag: str, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
     """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
@@ -235,7 +235,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
         yield record
 
 
-def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
+def _forbid_column(column: str, first: SplitRow, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
     """Yield rows, and check that no row has the column."""
     for record in records:
         if has_column(record.values, column):
@@ -243,14 +243,14 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
         yield record
 
 
-def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
+def make_uneven_column_error(column: str, first: SplitRow, record: SplitRow) -> ValueError:
     """Return the error for a column that a row has and the first row lacks."""
     return ValueError(
         f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
     )
 
 
-def get_text(record: TableRow, column: str, flag: str) -> str:
+def get_text(record: SplitRow, column: str, flag: str) -> str:
     """Return the text of a row in a column.
 
     Raises:
