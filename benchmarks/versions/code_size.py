@@ -6,6 +6,7 @@ branches: conditions, loops, exception handlers, `and` and `or`, `match` cases, 
 Example:
     python -m benchmarks.versions.code_size --output build/size.json
     python -m benchmarks.versions.code_size --compare benchmarks/versions/results/code_size_before.json
+    python -m benchmarks.versions.code_size --remote_code
 """
 
 import argparse
@@ -30,6 +31,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: that of this file)")
     parser.add_argument("--output", type=Path, help="a JSON file for the counts")
     parser.add_argument("--compare", type=Path, help="an earlier JSON file, to print the changes")
+    parser.add_argument(
+        "--remote_code", action="store_true", help="print the code that ships with checkpoints, by mechanism"
+    )
     return parser.parse_args()
 
 
@@ -61,9 +65,8 @@ def complexity(function: ast.AST) -> int:
     return count
 
 
-def count_file(path: Path) -> Counter[str]:
-    """Return the sums of one file: lines of code, characters of lines, functions and their complexity."""
-    text = path.read_text(encoding="utf-8")
+def count_text(text: str) -> Counter[str]:
+    """Return the sums of the text of a file: lines of code, characters of lines, functions and their complexity."""
     tree = ast.parse(text)
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -88,7 +91,7 @@ def count(root: Path) -> dict[str, dict[str, float]]:
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for part in PARTS:
         for path in sorted((root / part).rglob("*.py")):
-            sums, folders = count_file(path), path.relative_to(root).parts
+            sums, folders = count_text(path.read_text(encoding="utf-8")), path.relative_to(root).parts
             totals[part].update(sums)
             if part in PARTS[:2]:
                 totals["/".join(folders[:2]) if len(folders) > 2 else f"{part}/*.py"].update(sums)
@@ -102,8 +105,30 @@ def count(root: Path) -> dict[str, dict[str, float]]:
     return rows
 
 
+def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
+    """Return the files, lines of code and lines of the code that ships with each architecture, for each mechanism."""
+    from hf_attn_variants.modeling.fields.used_mechanisms import MECHANISMS
+    from hf_attn_variants.modeling.remote_code import code_files
+    from hf_attn_variants.registration import ARCHITECTURES
+
+    counts: dict[str, dict[str, tuple[int, int, int]]] = {}
+    for config_class in ARCHITECTURES:
+        row = counts.setdefault(config_class.model_type, {})
+        for name in ("grouped_heads", *MECHANISMS.values()):
+            mechanisms = () if name == "grouped_heads" else (name,)
+            texts = code_files(config_class, config_class.modeling_file, mechanisms).values()
+            lines = sum(len(text.splitlines()) for text in texts)
+            row[name] = len(texts), sum(count_text(text)["code_lines"] for text in texts), lines
+    return counts
+
+
 def main(args: argparse.Namespace) -> None:
     """Print the counts, with the change since an earlier count."""
+    if args.remote_code:
+        for architecture, counts in count_remote_code().items():
+            for mechanism, (files, code_lines, lines) in counts.items():
+                print(f"{architecture:<26}{mechanism:<22}{files:>3} files{code_lines:>7} of code{lines:>7} lines")
+        return
     rows = count(args.root)
     earlier = json.loads(args.compare.read_text(encoding="utf-8")) if args.compare else {}
     print(f"{'':<32}{'files':>7}{'code lines':>12}{'long %':>9}{'line length':>13}{'complexity':>12}")

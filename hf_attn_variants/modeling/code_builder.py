@@ -88,6 +88,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
     "shared_latent": ("latents",),
     "summary_table": ("patterns",),
+    "talking_heads_attention": ("linear_attention", "patterns", "talking_heads"),
     "TransientPattern": ("patterns",),
     "with_global_tokens_first": ("linear_attention", "patterns"),
 }

@@ -59,7 +59,6 @@ def test_lines_are_found_again_in_another_file(versions, tmp_path):
     assert found == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
 
 
-def test_comments_docstrings_and_blank_lines_are_not_code(versions, tmp_path):
-    (tmp_path / "module.py").write_text(SOURCE, encoding="utf-8")
-    counts = versions("benchmarks.versions.code_size").count_file(tmp_path / "module.py")
+def test_comments_docstrings_and_blank_lines_are_not_code(versions):
+    counts = versions("benchmarks.versions.code_size").count_text(SOURCE)
     assert (counts["code_lines"], counts["functions"], counts["complexity"]) == (8, 1, 3)

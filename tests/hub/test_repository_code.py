@@ -13,6 +13,7 @@ from hub.test_loading_elsewhere import run_elsewhere
 from safetensors.torch import save_file
 
 import hf_attn_variants
+from benchmarks.versions.code_size import count_remote_code
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, FOLDER, build_code
 from hf_attn_variants.modeling.fields.used_mechanisms import MECHANISMS, used_mechanisms
 
@@ -100,6 +101,18 @@ def test_a_grouped_bert_includes_no_other_mechanism(repositories):
         assert name not in text
     assert "triton" in (repositories / "talking/attn_variants_ops.py").read_text()
     assert "triton" in (repositories / "latent/attn_variants_ops.py").read_text()
+
+
+def test_the_architecture_page_has_the_size_of_the_code():
+    """The page rounds to hundreds, and a small change of the code need not change it."""
+    page = (FOLDER.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    counts = count_remote_code()
+    columns = ("grouped_heads", "latents", "talking_heads", "patterns", "linear_attention")
+    for name, model_type in (("BERT", "bert"), ("T5", "t5"), ("Whisper", "whisper")):
+        [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        shown = [int(cell.replace(",", "")) for cell in row.split("|")[2:-1]]
+        measured = [counts[f"attn_variant_{model_type}"][column][1] for column in columns]
+        assert shown == pytest.approx(measured, abs=100), measured
 
 
 def test_code_is_the_same_in_each_build(repositories):
