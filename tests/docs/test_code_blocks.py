@@ -47,7 +47,6 @@ SHOWN = {
     ("docs/architecture.md", "modeling/ops/softmax_attention.py"): "files to read first",
     ("docs/architecture.md", "model(**batch)"): "a drawing",
     ("docs/architecture.md", "convert(model, num_key_value_heads"): "a drawing",
-    ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
