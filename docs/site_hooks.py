@@ -76,7 +76,7 @@ def _linked(markdown: str, source: str) -> list[str]:
 
 
 def _target(match: re.Match, source: str) -> str | None:
-    """The file or folder of a link, from the repository's root; None where it leads to none."""
+    """Return the file or folder of a link relative to the root of the repository, or None if it does not exist."""
     target = os.path.normpath(os.path.join(os.path.dirname(source), match["target"]))
     return target if (ROOT / target).exists() else None
 
@@ -95,7 +95,7 @@ def _repository_path(path: str) -> str:
 
 
 def _notebook_files(notebook: Path) -> dict[str, str | bytes]:
-    """A notebook's page and its pictures, by name."""
+    """Return the page of a notebook and its pictures as {file name: content}."""
     files: dict[str, str | bytes] = {}
     parts = []
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/tour.md as SVG beside this file: `python docs/drawings/draw.py`.
+"""Draws the pictures of docs/tour.md as SVG files in this folder: `python docs/drawings/draw.py`.
 
 Their colours are readable on light and on dark pages: dark letters in light boxes, middle grey for what is between.
 """

@@ -47,7 +47,6 @@ SHOWN = {
     ("docs/architecture.md", "modeling/ops/softmax_attention.py"): "files to read first",
     ("docs/architecture.md", "model(**batch)"): "a drawing",
     ("docs/architecture.md", "convert(model, num_key_value_heads"): "a drawing",
-    ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
@@ -297,6 +296,8 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         more = {"--cpu": None, "--disable_tqdm": None, "--per_device_train_batch_size": 2, "--max_eval_samples": 4}
         if args.num_train_epochs != 0 and getattr(args, "alpha", None) is None:
             more["--max_train_steps"] = 2
+            if isinstance(args.num_warmup_steps, int) and args.num_warmup_steps > 2:
+                more["--num_warmup_steps"] = 1
         if str(args.checkpointing_steps).isdigit():
             more["--checkpointing_steps"] = 1
         if getattr(args, "objective", None) == "span_corruption":
@@ -306,7 +307,6 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         if "hidden_size=1024" in (getattr(args, "config_overrides", None) or ""):  # for a GPU
             sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 64}
             more["--config_overrides"] = ",".join(f"{name}={value}" for name, value in sizes.items())
-            more["--num_warmup_steps"] = 1
         if getattr(args, "model_type", None) and not args.config_overrides:
             more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"
     if hasattr(args, "rounds"):

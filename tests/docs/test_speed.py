@@ -40,7 +40,7 @@ WITHOUT_LINKS = {
     ("docs/share_memory.md", "Sharing memory between beams"): SERVED,
     ("docs/serving.md", "Recommendations for CPUs"): SERVED,
     ("docs/sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
-    ("docs/linear.md", "A softmax in some layers"): ("linear_attention_models_cpu",),
+    ("docs/linear.md", "Kernels in some layers"): ("linear_attention_models_cpu",),
     ("benchmarks/long/README.md", "Benchmarks of long texts and linear attention"): LINEAR,
     ("benchmarks/long/README.md", "Linear attention"): LINEAR,
     ("benchmarks/speed/README.md", "Latents and cached encoder outputs"): LONG,
