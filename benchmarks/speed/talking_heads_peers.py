@@ -14,10 +14,10 @@ from torch import nn
 from benchmarks.page_faults import Usage, Watch, summary
 from hf_attn_variants.inspection.speed import order_of_round
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_of
+from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 

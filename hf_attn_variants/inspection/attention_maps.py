@@ -25,7 +25,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
-from ..modeling.ops.reach import TransientGlobal
+from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 

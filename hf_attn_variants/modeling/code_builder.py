@@ -334,13 +334,19 @@ def _file_text(
             if name in uses and place in reached:
                 _add_import(imports, place, name, module, modules)
         if body:
-            texts += [module.docstring if kept else "", _joined(body)]
+            docstring = _as_comment(module.docstring) if texts else module.docstring
+            texts += [docstring if kept else "", _joined(body)]
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
     own = [line for line in lines if line.startswith("from .")]
     rest = [line for line in lines if line not in (*future, *own)]
     head = "\n".join([*future, *plain, *rest, *own])
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
+
+
+def _as_comment(docstring: str) -> str:
+    """Return the docstring of a module as a comment, because only the first one is the docstring of a joined file."""
+    return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
 
 def _add_import(

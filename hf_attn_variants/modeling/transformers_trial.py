@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .upstream import UpstreamChanged, cache_name, cache_of, changed
+from .transformers_internals import UpstreamChanged, cache_name, cache_of, changed
 from .variant_names import NEWEST_RUN
 
 __all__ = ["try_host"]

@@ -11,9 +11,9 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from transformers import StaticCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention import kernel_interface
+from hf_attn_variants.modeling.attention import mechanism_attention
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
-from hf_attn_variants.modeling.ops import causal_sums
+from hf_attn_variants.modeling.mechanisms.kernels import feature_kernel
 
 pytestmark = pytest.mark.cross_product
 
@@ -30,7 +30,7 @@ TOLERANCE = {"rfa": 3e-4}
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(causal_sums, "CHUNK", 4)
+    monkeypatch.setattr(feature_kernel, "CHUNK", 4)
 
 
 def attentions(model):
@@ -146,8 +146,8 @@ def test_generation_with_states_is_that_without(architecture, head, fields, sear
 def test_a_memory_is_summed_once(monkeypatch):
     """And again with another mask or other keys."""
     model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
-    calls, sums = [], kernel_interface.attend_by_kernel
-    monkeypatch.setattr(kernel_interface, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
+    calls, sums = [], mechanism_attention.attend_by_kernel
+    monkeypatch.setattr(mechanism_attention, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
     batch = T5.batch("T5ForConditionalGeneration")
     ids, cache = batch.pop("decoder_input_ids"), None
     masks = [batch["attention_mask"]] * 3 + [torch.ones(3, 9).long()]

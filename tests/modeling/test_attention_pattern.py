@@ -12,7 +12,7 @@ from transformers import StaticCache
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import mechanism_attention
-from hf_attn_variants.modeling.ops import window_blocks
+from hf_attn_variants.modeling.ops import key_ranges
 from hf_attn_variants.reference.patterns import sliding_window_mask
 
 pytestmark = pytest.mark.cross_product
@@ -27,7 +27,7 @@ NAMED = {"ids": lambda row: row.name}
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (2,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (2,))
     calls, attend = [], mechanism_attention.attention_in_windows
 
     def counted(*args, **options):
@@ -245,7 +245,7 @@ def test_layers_of_their_own_windows():
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
 def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, monkeypatch):
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
     n = 600
     fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}

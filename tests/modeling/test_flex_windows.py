@@ -13,10 +13,10 @@ from fixtures.largest_tensor import LargestTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.modeling.ops import flex_windows, kernel_trials
+from hf_attn_variants.modeling.ops import backend_choice, flex_windows
 from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, blocks_that_are_read
+from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 if not flex_windows._has_block_masks():
@@ -133,7 +133,7 @@ def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
-    monkeypatch.setattr(kernel_trials.logger, "warning", said.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", said.append)
     call, options = make_call(300), {"reach": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
     for _ in range(2):

@@ -7,8 +7,8 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel, weights_of_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, segment_means
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference.linear import linformer_attention

@@ -5,11 +5,10 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch.nn import functional
 
-from hf_attn_variants.modeling.ops import blocked_attention, window_blocks
+from hf_attn_variants.modeling.ops import blocked_attention, key_ranges
+from hf_attn_variants.modeling.ops.key_ranges import BlockWindows, KeyRange, as_full_attention, fills_blocks
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
-from hf_attn_variants.modeling.ops.window_blocks import BlockWindows, as_full_attention, fills_blocks
 from hf_attn_variants.reference import patterns as reference_patterns
 from hf_attn_variants.reference.talking_heads import attention_core
 
@@ -29,7 +28,7 @@ EVERY_WINDOW = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):

@@ -33,7 +33,7 @@ from hf_attn_variants.modeling.ops import (
     memory_efficient_attention,
     triton_attention,
 )
-from hf_attn_variants.modeling.ops.attention_operands import Operands
+from hf_attn_variants.modeling.ops.blocked_attention import Operands
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
 
 import hf_attn_variants
-from hf_attn_variants.modeling import transformers_trial, upstream, upstream_checks
+from hf_attn_variants.modeling import transformers_internals, transformers_trial
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
-from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
+from hf_attn_variants.modeling.transformers_internals import Arguments, UpstreamChanged
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
 EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
@@ -58,7 +58,10 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
         Arguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
-    assert f"{upstream.OLDEST_RUN} to {upstream.NEWEST_RUN}" in message and transformers.__version__ in message
+    assert (
+        f"{transformers_internals.OLDEST_RUN} to {transformers_internals.NEWEST_RUN}" in message
+        and transformers.__version__ in message
+    )
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
         with pytest.raises(UpstreamChanged, match=f"returns {returned} values, where 2 are known"):
@@ -66,12 +69,15 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
     with pytest.raises(
         UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, where mask is known"
     ):
-        upstream.check_method(Layer, "forward", ("mask",))
+        transformers_internals.check_method(Layer, "forward", ("mask",))
     with pytest.raises(UpstreamChanged, match="`Layer` has no `reorder_cache`"):
-        upstream.check_method(Layer, "reorder_cache", ())
+        transformers_internals.check_method(Layer, "reorder_cache", ())
     with pytest.raises(UpstreamChanged, match="no longer calls `_reorder_cache`"):
-        upstream.check_called(Layer, "forward", "_reorder_cache")
-    with pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"), upstream.known_imports():
+        transformers_internals.check_called(Layer, "forward", "_reorder_cache")
+    with (
+        pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"),
+        transformers_internals.known_imports(),
+    ):
         from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
 
 
@@ -91,12 +97,12 @@ def test_the_checks_take_a_fraction_of_what_tiny_models_take():
     assert len(classes) >= len(HOSTS)
 
     def check():
-        upstream_checks.check_models()
-        upstream_checks.check_caches()
+        transformers_internals.check_models()
+        transformers_internals.check_caches()
         for each in classes:
-            owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
+            owner = transformers_internals.upstream_class(each, attention_mixin.AttentionVariantMixin)
             Arguments(owner, each.roles, returns=each.returns)
-            upstream_checks.check_attention_function(owner)
+            transformers_internals.check_attention_function(owner)
 
     took = []
     for _ in range(5):
@@ -167,7 +173,7 @@ def test_a_layer_that_shows_the_latent_has_a_dtype():
     host = ROWS["t5"]
     model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{upstream.cache_name(): cache})
+    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.cache_name(): cache})
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 

@@ -16,12 +16,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ...errors import as_value_error
 from ...modeling.attention.attention_interface import attention_function
 from ...modeling.attention.attention_sites import AttentionSite
-from ...modeling.attention.kernel_interface import attend_by_kernel
+from ...modeling.attention.mechanism_attention import attend_by_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.patterns.global_tokens import global_tokens_of
+from ...modeling.mechanisms.patterns.window_pattern import global_tokens_of
+from ...modeling.ops.key_ranges import as_full_attention
 from ...modeling.ops.padded_rows import from_first_token
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from ...modeling.ops.window_blocks import as_full_attention
 from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule

@@ -2,12 +2,11 @@
 
 from typing import Any, ClassVar
 
-from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..fields.field_checks import check_buckets
-from ..fields.variant_config import AttnVariantConfigMixin
+from ..fields.variant_config import AttnVariantConfigMixin, CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
 from ..mechanisms.talking_heads import KIND, has_talking_heads, talking_group
-from ..upstream import auto_class_names, known_imports
+from ..transformers_internals import auto_class_names, known_imports
 
 with known_imports():
     from transformers import (

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
-from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.latent_attention import MakesCrossLatent
+from ..attention.shared_rows import BeamsShareMemory
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import AddsSinusoids
 from ..ops.variant_attention import AttentionHeads
-from ..upstream import check_attributes, known_imports, variants_of
+from ..transformers_internals import check_attributes, known_imports, variants_of
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 

@@ -12,15 +12,15 @@ from ..attention.latent_attention import attend_to_latent
 from ..attention.shared_rows import rows_of_sentences
 from ..mechanisms.patterns.transient_global import (
     SummingAttention,
+    TransientPattern,
     add_summary_parameters,
     attend_with_summaries,
     summary_table,
 )
-from ..mechanisms.patterns.transient_pattern import TransientPattern
 from ..mechanisms.sinusoidal_positions import has_sinusoids
-from ..ops.reach import TransientGlobal
+from ..ops.key_ranges import TransientGlobal
 from ..ops.variant_attention import AttentionHeads
-from ..upstream import check_attributes, check_method, known_imports, upstream_class
+from ..transformers_internals import check_attributes, check_method, known_imports, upstream_class
 
 with known_imports():
     from transformers import initialization as init

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 
 from ..fields.composition import check_implementation
-from ..mechanisms.patterns.global_tokens import check_global_mask
+from ..mechanisms.patterns.window_pattern import check_global_mask
 from ..mechanisms.talking_heads import projection_shapes, projection_std
 from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
-from ..upstream import Arguments, check_attributes, known_imports, upstream_class
-from ..upstream_checks import check_attention_function
+from ..transformers_internals import (
+    Arguments,
+    check_attention_function,
+    check_attributes,
+    known_imports,
+    upstream_class,
+)
 from ..variant_names import EAGER, SDPA
 from .attention_interface import attention_function
 from .decoder_caches import prepare_cache

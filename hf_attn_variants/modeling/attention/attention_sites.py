@@ -12,7 +12,7 @@ from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.kernel_table import kernel_of
 from ..mechanisms.patterns.pattern_table import pattern_class
-from ..ops.reach import KeyRange
+from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
 __all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ..ops.reach import MAX_SIZE
+from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..upstream import known_imports
+from ..transformers_internals import known_imports
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer

@@ -13,19 +13,18 @@ Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attentio
 letters are those of `softmax_attention`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import M2L
-from ..ops.query_folding import is_exporting
-from ..ops.variant_attention import VariantAttention, wants_weights
-from ..upstream import known_imports
-from ..upstream_checks import check_caches
+from ..ops.beams import beams_in_cache, repeat_for_beams
+from ..ops.variant_attention import VariantAttention, is_exporting, wants_weights
+from ..transformers_internals import Arguments, check_caches, known_imports, upstream_class
 from ..variant_names import EAGER
 from .attention_interface import attention_function
-from .shared_rows import SharedRows, beams_of, has_hooks, note_beams, rows_of_sentences
+from .shared_rows import SharedRows, has_hooks, mark_repeated, note_beams, rows_of_sentences
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -34,6 +33,7 @@ check_caches()
 
 __all__ = [
     "EXPANDED",
+    "MakesCrossLatent",
     "absorbs",
     "attend_to_latent",
     "by_head",
@@ -50,6 +50,13 @@ EXPANDED = "_expanded_latents"
 # The bias of the values is multiplied by the row sums of the weights. The absorbed form computes the weights for these
 # sums only if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
+
+
+# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+if TYPE_CHECKING:
+    _Stack = nn.Module
+else:
+    _Stack = object
 
 
 class LatentLayer(SharedRows, DynamicLayer):
@@ -96,6 +103,29 @@ class SharedLatentLayer(DynamicLayer):
     )
 
 
+class MakesCrossLatent(_Stack):
+    """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
+
+    memory_arguments: Arguments
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.memory_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("memory", "cache"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
+        memory, cache = self.memory_arguments.read(args, kwargs)
+        makes_latent = getattr(self, "cross_kv_a_proj", None)
+        if makes_latent is None or memory is None or holds_latent(cache):
+            return super().forward(*args, **kwargs)
+        rows = rows_of_sentences(memory, (makes_latent,))
+        latent = made = makes_latent(rows)
+        if rows is not memory:
+            made = repeat_for_beams(latent, len(memory))
+            mark_repeated(made, latent)
+        return super().forward(**self.memory_arguments.by_name(args, kwargs, memory=made))
+
+
 def attend_to_latent(
     module: VariantAttention,
     query: torch.Tensor,
@@ -124,7 +154,7 @@ def attend_to_latent(
     # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
     # the number of rows.
     if layer is not None and any(has_hooks(each) for each in maps) and 0 < len(latent) < len(query):
-        latent, layer = latent.repeat_interleave(len(query) // len(latent), dim=0), None
+        latent, layer = repeat_for_beams(latent, len(query)), None
     # Tensors of the inference mode have no version counter that shows writes in place.
     is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if is_kept and is_short(latent):
@@ -171,7 +201,7 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Te
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, beams_of(states, memory))]
+            cross.layers[:] = [LatentLayer(latent, beams_in_cache(states, memory))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))
@@ -333,7 +363,7 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
     if mask is None:
         return None
     reads = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
-    return reads if reads.shape[0] in (1, batch) else reads.repeat_interleave(batch // reads.shape[0], dim=0)
+    return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
 def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:

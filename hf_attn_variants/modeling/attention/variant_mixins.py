@@ -10,13 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..fields.composition import check_implementation
-from ..fields.kernel_fields import has_kernel
-from ..fields.loading_checks import adds_talking_heads, warn_of_positions
-from ..fields.used_mechanisms import used_mechanisms
+from ..fields.composition import check_implementation, used_mechanisms
+from ..fields.mechanism_fields import has_kernel
+from ..fields.saving_and_loading import adds_talking_heads, warn_of_positions
 from ..fields.variant_config import can_cache
 from ..mechanisms.additive_score import score_of
-from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import drawn_names
 from ..mechanisms.latents import add_latent_map
 from ..mechanisms.patterns.compressed_pattern import compression_of
@@ -24,9 +23,15 @@ from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
 from ..ops.padded_rows import settle_padding
 from ..remote_code import is_package_class
+from ..transformers_internals import (
+    cache_name,
+    changed,
+    check_attributes,
+    check_models,
+    check_paths,
+    refuse_two_caches,
+)
 from ..transformers_trial import try_host
-from ..upstream import cache_name, changed, check_attributes, refuse_two_caches
-from ..upstream_checks import check_models, check_paths
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, named_attentions, sites_root

@@ -1,24 +1,78 @@
-"""The pairs of mechanisms that cannot be combined, with their error messages.
+"""The mechanisms that a configuration uses, and the pairs of mechanisms that cannot be combined.
 
-All other pairs combine. The `check` method of a mechanism contains its requirements for the architecture, for the
-encoder or decoder and for its own fields.
+`REFUSED` lists the pairs with their error messages. All other pairs combine. The `check` method of a mechanism
+contains its requirements for the architecture, for the encoder or decoder and for its own fields.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..mechanisms.additive_score import AdditiveScore
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.latents import Latent
-from ..mechanisms.mechanism import PREFIXES, Mechanism
+from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
 from ..mechanisms.patterns.attention_pattern import AttentionPattern
 from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
-from ..mechanisms.patterns.transient_pattern import TransientPattern
+from ..mechanisms.patterns.transient_global import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
 from ..mechanisms.talking_heads import DynamicTerms, TalkingHeads
-from ..variant_names import EAGER, RECORDING, SDPA
-from .used_mechanisms import used_mechanisms
+from ..variant_names import EAGER, INCLUDED, RECORDING, SDPA
 
-__all__ = ["REFUSED", "Refusal", "check_implementation", "check_together"]
+__all__ = [
+    "REFUSED",
+    "Refusal",
+    "check_implementation",
+    "check_included",
+    "check_together",
+    "used_mechanisms",
+]
+
+# The field that selects each mechanism, without the prefix of a place.
+MECHANISMS = {
+    "attention_kernel": "linear_attention",
+    "attention_pattern": "patterns",
+    "kv_lora_rank": "latents",
+    "per_layer_values": "unequal_layers",
+    "position_embedding_type": "sinusoidal_positions",
+    "score_function": "additive_score",
+    "talking_heads": "talking_heads",
+}
+# Values that select nothing: "absolute" is the name of an architecture's own positions.
+IDLE = (None, NONE, "absolute")
+
+
+def used_mechanisms(config: Any) -> frozenset[str]:
+    """Return the mechanisms that attention modules of a configuration use.
+
+    Grouped heads are not among them: every repository includes these.
+
+    Example:
+        >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
+        frozenset({'patterns'})
+    """
+    by_layer = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
+    used = set()
+    for field, mechanism in MECHANISMS.items():
+        for name in (prefix + field for prefix in PREFIXES):
+            layers = by_layer.get(name)
+            values = [getattr(config, name, None), *(layers if isinstance(layers, list | tuple) else ())]
+            if any(value not in IDLE for value in values):
+                used.add(mechanism)
+    return frozenset(used)
+
+
+def check_included(used: frozenset[str]) -> None:
+    """Check that the code of this repository includes the mechanisms that a configuration uses.
+
+    Raises:
+        ValueError: if it was saved without one of them.
+    """
+    missing = [] if INCLUDED is None else sorted(used - {*INCLUDED})
+    if missing:
+        raise ValueError(
+            f"The code of this repository does not include {', '.join(missing)}, because the model was saved without. "
+            "Install hf_attn_variants and import it before you load the model."
+        )
 
 
 class Refusal(NamedTuple):

@@ -11,8 +11,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import checked_kv_heads, checked_rank
 from .field_table import FIELDS, check_choice, row_of
-from .pattern_fields import checked_pattern_size
-from .talking_fields import checked_talking_value
+from .mechanism_fields import checked_pattern_size, checked_talking_value
 
 __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
 

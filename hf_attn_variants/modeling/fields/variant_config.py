@@ -1,10 +1,14 @@
-"""The base class of all variant configurations, with the attention fields and their checks.
+"""The base classes of all variant configurations, with the attention fields and their checks.
+
+`AttnVariantConfigMixin` has the fields of all architectures. Two subclasses add the fields of cross-attention and of
+encoder-decoders.
 
 Sources: multi-query attention (arXiv 1911.02150), grouped-query attention (2305.13245), talking heads (2003.02436),
 latent attention (MLA, 2405.04434) and its full rank (slim attention, 2503.05840), sliding windows (Longformer,
 2004.05150).
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -14,10 +18,9 @@ from transformers.utils import logging
 
 from ..mechanisms.latents import rank_of_map
 from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, supports_cache
-from ..other_libraries import register_with_peft, register_with_sentence_transformers
-from ..upstream_checks import check_configurations
+from ..transformers_internals import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_together
+from .composition import check_included, check_together, used_mechanisms
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -32,16 +35,56 @@ from .field_checks import (
     wrong_kinds_explained,
 )
 from .field_table import check_choice, variant_field
-from .foreign_classes import check_foreign_class, foreign_class
-from .given_fields import stored_values, without_replaced, wrong_name
-from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
-from .pattern_fields import BlockPatternFields, check_patterns
-from .saved_config import SavedWithCode
-from .talking_fields import check_talking_heads
-from .used_mechanisms import check_included, used_mechanisms
+from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
+from .saving_and_loading import (
+    SavedWithCode,
+    check_foreign_class,
+    foreign_class,
+    stored_values,
+    without_replaced,
+    wrong_name,
+)
 
-__all__ = ["AttnVariantConfigMixin", "can_cache"]
+__all__ = [
+    "AttnVariantConfigMixin",
+    "CrossAttentionConfigMixin",
+    "EncoderDecoderConfigMixin",
+    "can_cache",
+    "register_with_peft",
+    "register_with_sentence_transformers",
+]
+
+TEXT_ENCODER = "AutoModelForTextEncoding"
+
+
+def register_with_peft(config_class: Any) -> None:
+    """Add a model type to peft's tables of default target modules, with the modules of Transformers' own."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in list(vars(constants).items()) if constants else ():
+        if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
+            modules = next((table[each] for each in config_class.upstream_model_types if each in table), None)
+            # It has no row for ALBERT, whose queries and values are called as BERT's.
+            if modules is None and table.get("bert") == ["query", "value"]:
+                modules = table["bert"]
+            if modules is not None:
+                table[config_class.model_type] = modules
+
+
+def register_with_sentence_transformers(config_class: Any) -> None:
+    """Let sentence-transformers load the encoder of a T5 or UMT5 by its Auto class, if the library is imported.
+
+    Its table names Transformers' own encoder for each subclass of `T5Config`. The first entry that fits is used, and
+    the Auto class finds the encoder of this package in remote code too.
+    """
+    library = sys.modules.get("sentence_transformers.base.modules.transformer")
+    table = getattr(library, "_ENCODER_ONLY_MODELS", None)
+    if not isinstance(table, list) or TEXT_ENCODER not in config_class.auto_classes:
+        return
+    is_encoder_decoder = hasattr(config_class, "encoder_decoder_layers")
+    if is_encoder_decoder and all(row[0] is not config_class for row in table):
+        table.insert(0, (config_class, "transformers", TEXT_ENCODER))
+
 
 # This logger is a child of the logger of Transformers and therefore follows its verbosity.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -384,3 +427,80 @@ def can_cache(config: Any) -> bool:
         return True
     has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
     return all(supports_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))
+
+
+@dataclass(kw_only=True, repr=False)
+class CrossAttentionConfigMixin(AttnVariantConfigMixin):
+    """The fields of `AttnVariantConfigMixin`, with further fields for cross-attention.
+
+    Args:
+        cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
+        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. If any of the five is given,
+            cross-attention uses only these five. "none" as `cross_talking_heads` means no talking heads.
+        cross_score_function: the `score_function` of cross-attention. None = the value of `score_function`; "none" =
+            dot products.
+    """
+
+    cross_talking_heads: str | None = variant_field("cross_talking_heads")
+    cross_num_softmax_heads: int | None = variant_field("cross_num_softmax_heads")
+    cross_num_value_heads: int | None = variant_field("cross_num_value_heads")
+    cross_talking_heads_init: str | None = variant_field("cross_talking_heads_init")
+    cross_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("cross_talking_heads_dynamic")
+    cross_score_function: str | None = variant_field("cross_score_function")
+
+
+@dataclass(kw_only=True, repr=False)
+class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
+    """The fields of `CrossAttentionConfigMixin` for the decoder, with further fields for the encoder.
+
+    The fields without a prefix apply to the decoder. `num_key_value_heads` applies to its self-attention and
+    cross-attention, as in arXiv 2305.13245, section 2.2.
+
+    Args:
+        encoder_num_key_value_heads: the number of key/value heads per encoder layer. None = the number of query heads
+            (MHA).
+        encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
+        cross_kv_lora_rank: the rank of the latent that all decoder layers compute from the encoder outputs. The width
+            of the encoder outputs caches these themselves, so that any checkpoint decodes unchanged.
+        encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
+        encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
+        encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
+            encoder outputs.
+        encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
+        encoder_talking_heads_dynamic, encoder_score_function: the same as the fields with `cross_`, for the encoder.
+        encoder_attention_kernel, cross_attention_kernel: the `attention_kernel` of the encoder and of cross-attention.
+    """
+
+    encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
+    encoder_decoder_heads: ClassVar[tuple[str, str]] = ("num_attention_heads", "num_attention_heads")
+
+    encoder_num_key_value_heads: int | None = variant_field("encoder_num_key_value_heads")
+    encoder_kv_lora_rank: int | None = variant_field("encoder_kv_lora_rank")
+    cross_kv_lora_rank: int | None = variant_field("cross_kv_lora_rank")
+    encoder_talking_heads: str | None = variant_field("encoder_talking_heads")
+    encoder_num_softmax_heads: int | None = variant_field("encoder_num_softmax_heads")
+    encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
+    encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
+    encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
+    encoder_score_function: str | None = variant_field("encoder_score_function")
+    encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
+    encoder_attention_window: int | None = variant_field("encoder_attention_window")
+    encoder_attention_dilation: int = variant_field("encoder_attention_dilation")
+    encoder_num_global_tokens: int = variant_field("encoder_num_global_tokens")
+    encoder_attention_block_size: int | None = variant_field("encoder_attention_block_size")
+    encoder_num_random_blocks: int = variant_field("encoder_num_random_blocks")
+    encoder_attention_seed: int = variant_field("encoder_attention_seed")
+    encoder_num_summary_tokens: int = variant_field("encoder_num_summary_tokens")
+    encoder_split_attention_heads: bool = variant_field("encoder_split_attention_heads")
+    encoder_attention_kernel: str | None = variant_field("encoder_attention_kernel")
+    cross_attention_kernel: str | None = variant_field("cross_attention_kernel")
+
+    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
+        encoder, decoder = self.encoder_decoder_heads
+        return encoder if kv_heads_field.startswith("encoder_") else decoder
+
+    def layer_count(self, name: str) -> int:
+        """Return the number of encoder or decoder layers that may have different values of a field."""
+        encoder, decoder = self.encoder_decoder_layers
+        return getattr(self, encoder if name.startswith("encoder_") else decoder)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops.query_folding import is_exporting
-from ..upstream import known_imports
+from ..ops.variant_attention import is_exporting
+from ..transformers_internals import known_imports
 from .mechanism import Mechanism
 
 with known_imports():

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel_trials import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .key_ranges import KeyRange
 from .memory_efficient_attention import one_dtype, talking_heads_attention
-from .reach import KeyRange
 
 __all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
 

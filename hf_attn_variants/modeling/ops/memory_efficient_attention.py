@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..variant_names import NAME_SUFFIX
-from .attention_operands import Operands
 from .backend_choice import BACKENDS, choose_backend
-from .reach import KeyRange
+from .blocked_attention import Operands
+from .key_ranges import KeyRange
 from .triton_attention import covers_device, is_supported
 from .variant_attention import check_mask
 

@@ -14,8 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .query_folding import is_traced
-from .variant_attention import VariantAttention
+from .variant_attention import VariantAttention, is_traced
 
 __all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settle_padding", "text_places"]
 

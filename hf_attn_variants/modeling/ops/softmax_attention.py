@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .beams import QueryFold, beams_of, repeat_for_beams
 from .latent_decoding import attend_to_one_latent, one_latent_serves
-from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
-from .variant_attention import check_mask
+from .variant_attention import check_mask, is_exporting
 
 __all__ = ["attention_with_weights", "fused_attention"]
 
@@ -84,11 +84,12 @@ def attention_with_weights(
         ValueError: if the mask contains integers.
     """
     check_mask(mask)
-    if (beams := beams_of(query, key)) > 1:
+    if beams_of(query, key) > 1:
         if logits_proj is None and weights_proj is None and score is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
-        key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
-        mask = repeated_for_beams(mask, query.shape[0])
+        key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
+        if mask is not None and mask.dim() == 4 and mask.shape[0] not in (1, query.shape[0]):
+            mask = repeat_for_beams(mask, query.shape[0])
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2)) if score is None else score(query, key)
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:

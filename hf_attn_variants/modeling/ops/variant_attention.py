@@ -1,11 +1,20 @@
-"""The type of an attention module with a variant, its head counts, and helpers that read its call arguments."""
+"""The type of an attention module with a variant, its head counts, its call arguments, and the state of tracing."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["AttentionHeads", "VariantAttention", "call_options", "check_mask", "implementation_of", "wants_weights"]
+__all__ = [
+    "AttentionHeads",
+    "VariantAttention",
+    "call_options",
+    "check_mask",
+    "implementation_of",
+    "is_exporting",
+    "is_traced",
+    "wants_weights",
+]
 
 
 class AttentionHeads(NamedTuple):
@@ -99,3 +108,15 @@ def check_mask(mask: torch.Tensor | None) -> None:
             f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
             f"{mask.dtype}: make it `mask.bool()`."
         )
+
+
+def is_exporting() -> bool:
+    """Return True during torch.export."""
+    # This reads the flag behind the function of torch. torch 2.6 has neither of them. In torch 2.7 to 2.11, the
+    # function returns True in every compiled graph.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def is_traced() -> bool:
+    """Return True while a graph is traced, in which tensor values must not affect control flow."""
+    return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()

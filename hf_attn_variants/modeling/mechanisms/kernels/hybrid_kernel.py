@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...ops.beams import QueryFold
+from ...ops.key_ranges import KeyRange
 from ...ops.memory_efficient_attention import without_autocast
-from ...ops.query_folding import QueryFold
-from ...ops.reach import KeyRange
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.query_folding import QueryFold, is_exporting
-from ...ops.variant_attention import AttentionHeads
+from ...ops.beams import QueryFold
+from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...ops.padded_rows import is_of_keys
-from ...upstream import known_imports
+from ...transformers_internals import known_imports
 from .attention_pattern import AttentionPattern
 
 with known_imports():

@@ -23,13 +23,9 @@ PATTERNS = (
 @cache
 def pattern_class(name: str) -> "type[AttentionPattern]":
     """Return the class of a pattern."""
+    from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
     from .compressed_pattern import MemoryCompressed
-    from .dilated_blocks_pattern import DilatedBlocks
-    from .fixed_pattern import Fixed
-    from .local_blocks_pattern import LocalBlocks
-    from .random_blocks_pattern import RandomBlocks
-    from .strided_pattern import Strided
-    from .transient_pattern import TransientPattern
+    from .transient_global import TransientPattern
     from .window_pattern import SlidingWindow
 
     classes: tuple[type[AttentionPattern], ...] = (SlidingWindow, RandomBlocks, Strided, Fixed, LocalBlocks)

@@ -18,22 +18,52 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.key_ranges import MAX_SIZE, TransientGlobal, relative_bias
 from ...ops.padded_rows import is_of_keys, rolled_rows
-from ...ops.query_folding import is_exporting
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, wants_weights
-from ...ops.window_blocks import relative_bias
-from ...upstream import check_method, known_imports, refuse_unknown
+from ...ops.variant_attention import VariantAttention, is_exporting, wants_weights
+from ...transformers_internals import check_method, known_imports, refuse_unknown
 from ..talking_heads import PROJECTIONS
+from .attention_pattern import AttentionPattern
 
-with known_imports():
-    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+__all__ = [
+    "SummingAttention",
+    "TransientPattern",
+    "add_summary_parameters",
+    "attend_with_summaries",
+    "blocks_of_tokens",
+    "summary_table",
+]
 
-check_method(
-    T5Attention, "_relative_position_bucket", ("relative_position", "bidirectional", "num_buckets", "max_distance")
-)
 
-__all__ = ["SummingAttention", "add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
+class TransientPattern(AttentionPattern):
+    """A pattern with near tokens and a summary of each block."""
+
+    name = "transient_global"
+    paper = ("LongT5: transient global tokens", "2112.07916")
+    needed = ("attention_window", "attention_block_size")
+    learned = True
+
+    @classmethod
+    def check(cls, config: Any, prefix: str) -> None:
+        """Check that the pattern belongs to the encoder of T5.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if not (prefix and config.makes_summaries):
+            raise ValueError(
+                f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
+                f"{config.model_type!r}."
+            )
+
+    @classmethod
+    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block size; see `AttentionPattern.reach`."""
+        window = config.layer_value(f"{prefix}attention_window", layer)
+        block = getattr(config, f"{prefix}attention_block_size")
+        return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
+
 
 SUMMARY_ROWS = 128  # number of queries per block
 
@@ -71,6 +101,10 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
         config: the configuration of the model.
         heads: h, the number of softmax heads.
     """
+    with known_imports():
+        from transformers.models.t5.modeling_t5 import T5LayerNorm
+    arguments = ("relative_position", "bidirectional", "num_buckets", "max_distance")
+    check_method(type(module), "_relative_position_bucket", arguments)
     like = next(module.parameters())
     norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
     module.global_input_layer_norm = norm.to(device=like.device, dtype=like.dtype)

@@ -1,16 +1,31 @@
-"""Folding of queries that share keys and values into the rows of one attention call.
+"""The rows of beams: how the beams of a sentence share the keys and values of the sentence.
 
-Such queries belong to the heads of a group or to the beams of a sentence. The letters are defined in
-`softmax_attention`; there are B beams for each of b sentences.
+In beam search, a decoder has B rows per sentence. They follow each other, so that row i belongs to sentence i // B:
+
+    decoder rows     0    1    2    3    4    5        B = 3 beams, b = 2 sentences
+    sentence         0    0    0    1    1    1
+    encoder rows     0              1
+
+Keys and values are stored once per sentence. Attention does not repeat them. It moves the beams to the axis of the
+query rows instead, because the queries of all beams of a sentence attend to the same keys. The query heads of a group
+share a key/value head for the same reason, so they move to this axis too:
+
+    queries    [b B, k g, n, d]
+    folded     [b, k, B g n, d]     one product with the keys [b, k, m, d], which are read once
+    outputs    [b, k, B g n, d_v]   unfolded to [b B, n, k g, d_v]
+
+This module contains all rules about the order of these rows. The letters are defined in `softmax_attention`.
 """
 
 import torch
 
-__all__ = ["QueryFold", "beams_of", "is_exporting", "is_traced", "repeated_for_beams"]
+from .variant_attention import is_exporting, is_traced
+
+__all__ = ["QueryFold", "beams_in_cache", "beams_of", "first_beams", "repeat_for_beams", "sentences_of"]
 
 
 def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return B, the number of query batch rows [b B, ...] per batch row of keys [b, ...].
+    """Return B, the number of query rows [b B, ...] per row of keys [b, ...].
 
     The result is 1 during export, because the batch sizes of an exported graph are symbols that must not affect
     control flow.
@@ -18,16 +33,24 @@ def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
     return 1 if is_exporting() else query.shape[0] // key.shape[0]
 
 
-def is_exporting() -> bool:
-    """Return True during torch.export."""
-    # This reads the flag behind the function of torch. torch 2.6 has neither of them. In torch 2.7 to 2.11, the
-    # function returns True in every compiled graph.
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+def beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
+    """Return the number of beams that a cache layer stores: B for states [b B, n, D], or 1 while a graph is traced."""
+    return 1 if is_traced() or not len(encoder_outputs) else max(beams_of(states, encoder_outputs), 1)
 
 
-def is_traced() -> bool:
-    """Return True while a graph is traced, in which tensor values must not affect control flow."""
-    return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()
+def sentences_of(rows: torch.Tensor, beams: int) -> torch.Tensor:
+    """Return the index of the sentence of each decoder row."""
+    return rows // beams
+
+
+def first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
+    """Return the row of the first beam of each sentence, [b, ...], from one row per beam, [b B, ...]."""
+    return tensor[::beams] if beams > 1 else tensor
+
+
+def repeat_for_beams(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor [b, ...] with each row repeated for the beams of its sentence, [rows, ...]."""
+    return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
 
 class QueryFold:
@@ -65,10 +88,3 @@ class QueryFold:
             return states.reshape(self.memories, 1, self.kv_heads * self.groups, size)
         states = states.unflatten(2, (self.beams, self.groups, self.length)).permute(0, 2, 4, 1, 3, 5)
         return states.reshape(self.memories * self.beams, self.length, self.kv_heads * self.groups, size)
-
-
-def repeated_for_beams(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Repeat a mask that has one row per sentence, so that it has one row per beam."""
-    if mask is None or mask.dim() < 4 or mask.shape[0] in (1, batch):
-        return mask
-    return mask.repeat_interleave(batch // mask.shape[0], dim=0)
