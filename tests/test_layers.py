@@ -185,11 +185,11 @@ def test_mechanisms_are_named_in_their_file_and_the_table_alone(kind):
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
     names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
-    assert not literals(names, rf"(.*_{kind}|{kind}_table)\.py")
+    assert not literals(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
 
 
 def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone():
-    """`upstream.py`, which all of `modeling/` stands on, lists the arguments of our own calls."""
+    """`transformers_internals.py`, which all of `modeling/` stands on, lists the arguments of our own calls."""
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
     sharing = importlib.import_module(f"{mechanisms}.head_sharing")
@@ -197,7 +197,8 @@ def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone(
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
     assert not literals(
-        names, r"(additive_score|field_table|head_sharing|sinusoidal_positions|talking_heads|upstream)\.py"
+        names,
+        r"(additive_score|field_table|head_sharing|sinusoidal_positions|talking_heads|transformers_internals)\.py",
     )
 
 

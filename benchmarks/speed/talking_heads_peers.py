@@ -54,7 +54,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         module = SimpleNamespace(
             config=SimpleNamespace(_output_attentions=False),
             projection_names=(),
-            reach=KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
+            key_range=KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
             score=None,
             kernel=None,
             is_causal=is_causal,
@@ -63,8 +63,10 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
         # What "window" does too, but on CUDA where FlexAttention has proved itself.
-        reach = KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
-        return talking_heads_attention(query, key, value, None, bias, scaling=scaling, dropout=dropout, reach=reach)
+        key_range = KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
+        return talking_heads_attention(
+            query, key, value, None, bias, scaling=scaling, dropout=dropout, key_range=key_range
+        )
 
     def linear(kernel):
         modules = {}

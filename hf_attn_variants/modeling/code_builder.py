@@ -39,7 +39,7 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/used_mechanisms.py`).
+# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_added": ("talking_heads",),
@@ -73,6 +73,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "from_per_layer_config": ("unequal_layers",),
     "init_kernel": ("linear_attention",),
     "install_kernel": ("linear_attention",),
+    "_keep_state": ("linear_attention",),
     "keep_window": ("linear_attention", "patterns"),
     "kernel_attention_forward": ("linear_attention",),
     "kernel_class": ("linear_attention",),
@@ -85,6 +86,8 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "projection_std": ("talking_heads",),
     "KeyRange": ("linear_attention", "patterns"),
     "score_of": ("additive_score",),
+    "SinusoidalPositions": ("sinusoidal_positions",),
+    "sinusoids": ("sinusoidal_positions",),
     "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
     "shared_latent": ("latents",),
     "summary_table": ("patterns",),

@@ -18,7 +18,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
+from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_RUN, OLDEST_RUN
 
 __all__ = [
     "Arguments",
@@ -48,7 +48,7 @@ __all__ = [
 ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
-    "memory": ("key_value_states", "encoder_hidden_states"),
+    "encoder_outputs": ("key_value_states", "encoder_hidden_states"),
     "cache": ("cache", "past_key_values"),  # renamed in 5.24; the old name works until 5.40
     "bias": ("position_bias",),
     "ids": ("input_ids",),
@@ -75,7 +75,7 @@ UNCHANGING = frozenset(
     }
 )
 # Arguments that the code of this package passes to the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
+OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"})
 
 
 class UpstreamChanged(ImportError):
@@ -398,7 +398,7 @@ def check_models() -> None:
     with known_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
-    # A variant configuration detects by this call that a model is being built (`fields/foreign_classes.py`).
+    # A variant configuration detects by this call that a model is being built (`fields/saving_and_loading.py`).
     check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
@@ -437,11 +437,18 @@ def check_attention_function(owner: type) -> None:
     The layer calls all attention functions in the same way, so the check reads the eager function of its file.
 
     Raises:
-        UpstreamChanged: if the eager function takes other arguments.
+        TypeError: if the class belongs to a new architecture and does not use Transformers' attention interface.
+        UpstreamChanged: if the eager function is missing or takes other arguments.
     """
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
-        raise changed(f"`{owner.__module__}` has no `eager_attention_forward`")
+        missing = f"`{owner.__module__}` has no `eager_attention_forward`"
+        if {*MODEL_FOLDERS}.isdisjoint(owner.__module__.split(".")):
+            raise TypeError(
+                f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an architecture "
+                "whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
+            )
+        raise changed(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
     needed = {name for name, each in parameters.items() if each.default is each.empty and each.kind not in _VARIABLE}

@@ -1,6 +1,6 @@
 """A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
 
-The module `upstream` checks names and signatures, but not behavior. Before the first model of an architecture is
+The module `transformers_internals` checks names and signatures, but not behavior. Before the first model of an architecture is
 built, a tiny variant and a tiny original model with the same weights therefore read the same tokens. They read them
 at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does not
 change the states of random number generators.
@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .transformers_internals import UpstreamChanged, cache_name, cache_of, changed
 from .variant_names import NEWEST_RUN
 
-__all__ = ["try_host"]
+__all__ = ["compare_with_transformers"]
 
 logger = logging.get_logger("transformers.attn_variants")  # follows the verbosity of Transformers, also in remote code
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 _tried: dict[str, str | None] = {}
 
 
-def try_host(model_class: Any) -> None:
+def compare_with_transformers(model_class: Any) -> None:
     """Compare tiny variants of an architecture with the original models if the Transformers release is untested.
 
     Args:
@@ -138,26 +138,29 @@ def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.T
     too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
-    memory: dict[str, Any] = {}
+    encoder_arguments: dict[str, Any] = {}
     name = "input_ids"
     if getattr(config, "is_encoder_decoder", False):
         source = {model.main_input_name: _source(model, config, ids)}
         if model.main_input_name == "input_ids":
-            source["attention_mask"] = memory["attention_mask"] = _padding(ids.shape[1])
-        memory, name = memory | {"encoder_outputs": model.get_encoder()(**source)}, "decoder_input_ids"
+            source["attention_mask"] = encoder_arguments["attention_mask"] = _padding(ids.shape[1])
+        encoder_arguments, name = (
+            encoder_arguments | {"encoder_outputs": model.get_encoder()(**source)},
+            "decoder_input_ids",
+        )
     elif getattr(config, "is_decoder", False):
         states = torch.linspace(-1.0, 1.0, 3 * config.hidden_size).view(1, 3, -1)
-        memory = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
+        encoder_arguments = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
     else:
         padded = model(input_ids=ids, attention_mask=_padding(LENGTH))[0]
         return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
         caches: dict[str, Any] = {} if cache is None else {cache_name(): cache}
-        output = model(**memory, **{name: token}, **caches, use_cache=True)
+        output = model(**encoder_arguments, **{name: token}, **caches, use_cache=True)
         cache = cache_of(output)
         steps.append(output.last_hidden_state)
-    return model(**memory, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
+    return model(**encoder_arguments, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
 
 
 def _padding(length: int) -> torch.Tensor:

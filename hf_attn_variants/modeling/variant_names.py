@@ -8,6 +8,7 @@ __all__ = [
     "CONFIG_FORMAT",
     "EAGER",
     "INCLUDED",
+    "MODEL_FOLDERS",
     "NAME_SUFFIX",
     "NEWEST_RUN",
     "OLDEST_RUN",
@@ -20,6 +21,11 @@ __all__ = [
 ATTN_VARIANTS_VERSION = "0.2.0"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
+# The folders of transformers.models with the attention classes that this code was run with.
+MODEL_FOLDERS = (
+    *("albert", "bart", "bert", "distilbert", "electra", "m2m_100", "marian", "mbart", "pegasus", "roberta", "t5"),
+    *("umt5", "whisper"),
+)
 
 # The format of a configuration's fields. Other numbers, and none, were used before the first release, with other
 # meanings for padded rows.

@@ -41,7 +41,7 @@ class CrossAttention:
     Args:
         query, key, value, output: The names of the linear layers.
         head_dim: The name of the attribute that holds the head size d.
-        roles: The arguments of `forward` that this package reads (`upstream.ROLES`).
+        roles: The arguments of `forward` that this package reads (`transformers_internals.ROLES`).
         returns: The number of values that `forward` returns. Two are outputs and weights. With three, a position bias
             is between them.
         has_finite_masks: Whether masks have the lowest finite number instead of -inf. A query without any key then
@@ -53,7 +53,7 @@ class CrossAttention:
     value: str
     output: str
     head_dim: str
-    roles: tuple[str, ...] = ("states", "memory", "cache", "mask")
+    roles: tuple[str, ...] = ("states", "encoder_outputs", "cache", "mask")
     returns: int = 2
     has_finite_masks: bool = False
 
@@ -66,7 +66,7 @@ class CrossAttention:
         )
 
 
-T5_ROLES = ("states", "memory", "cache", "mask", "bias")
+T5_ROLES = ("states", "encoder_outputs", "cache", "mask", "bias")
 T5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
 UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
 BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
@@ -280,7 +280,7 @@ class SharesMemory(_Attention):
         states, encoder_outputs, _, mask, *_ = self.arguments.read(args, kwargs)
         if len(encoder_outputs) != len(states):
             encoder_outputs = repeat_for_beams(encoder_outputs, len(states))
-        changes = {"memory": encoder_outputs}
+        changes = {"encoder_outputs": encoder_outputs}
         if not _has_query_rows(mask, states):
             changes["mask"] = repeat_for_beams(mask, states.shape[0])
         return self.arguments.by_name(args, kwargs, **changes)

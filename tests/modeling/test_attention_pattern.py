@@ -31,7 +31,7 @@ def short_blocks(monkeypatch):
     calls, attend = [], mechanism_attention.attention_in_windows
 
     def counted(*args, **options):
-        calls.append(options.get("reach"))
+        calls.append(options.get("key_range"))
         return attend(*args, **options)
 
     monkeypatch.setattr(mechanism_attention, "attention_in_windows", counted)

@@ -79,7 +79,7 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
 
 def pattern_of(name, causal, layer=0, **fields):
     config = BERT.config("mha", **fields_of(name), **fields)
-    return pattern_class(config.attention_pattern).reach(config, "", HEADS, layer, causal)
+    return pattern_class(config.attention_pattern).key_range(config, "", HEADS, layer, causal)
 
 
 @EVERY_PATTERN

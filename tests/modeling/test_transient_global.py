@@ -126,7 +126,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
     assert first.global_input_layer_norm.weight.eq(0.5).all()  # T5's rule: `initializer_factor`
     std = 0.5 * model.config.d_model**-0.5
     assert first.global_relative_attention_bias.weight.std().item() == pytest.approx(std, rel=0.4)
-    assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.reach.radius, 3)
+    assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.key_range.radius, 3)
     model.save_pretrained(tmp_path / "summaries")
     again = model_class.from_pretrained(tmp_path / "summaries").eval()
     batch = T5.batch("T5ForConditionalGeneration")

@@ -12,11 +12,15 @@ from relatives import RELATIVES
 from torch import nn
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
+from transformers.models.mpnet.modeling_mpnet import MPNetAttention, MPNetSelfAttention
 
 import hf_attn_variants
 from hf_attn_variants.modeling import transformers_internals, transformers_trial
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
+from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
+from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
 from hf_attn_variants.modeling.transformers_internals import Arguments, UpstreamChanged
+from hf_attn_variants.modeling.variant_names import MODEL_FOLDERS
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
 EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
@@ -51,6 +55,16 @@ def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
     arguments = Arguments(OtherOrder, ("states", "mask", "cache"))
     assert arguments.names == ("hidden_states", "attention_mask", "past_key_values")
     assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
+
+
+@pytest.mark.parametrize("owner", [MPNetSelfAttention, MPNetAttention])
+def test_a_class_without_the_attention_interface_is_not_called_changed(owner):
+    with pytest.raises(TypeError, match=rf"`{owner.__name__}` .*modeling_mpnet` has no `eager_attention_forward`"):
+        type("Variant", (AttentionVariantMixin, owner), {"roles": ("states", "mask")})
+
+
+def test_the_folders_of_models_are_those_of_the_configurations():
+    assert sorted(MODEL_FOLDERS) == sorted(config_class.upstream_model_types[0] for config_class in CONFIG_CLASSES)
 
 
 def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():

@@ -244,15 +244,15 @@ def _compute_mask_and_bias(
     @from_first_token  # it moves rows, and moves the attention weights back: here, the mask takes their place
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
-        reach = kwargs.get("reach", module.reach)
-        global_tokens = global_tokens_of(reach, kwargs)
-        mask, bias = as_full_attention(reach, query, key, mask, position_bias, global_tokens)
+        key_range = kwargs.get("key_range", module.key_range)
+        global_tokens = global_tokens_of(key_range, kwargs)
+        mask, bias = as_full_attention(key_range, query, key, mask, position_bias, global_tokens)
         if mask is not None:
             shape = query.shape[0], *mask.shape[1:]
             mask = mask.expand(shape)
         return query.transpose(1, 2), mask
 
-    if module.reach is not None:
+    if module.key_range is not None:
         mask = pattern_mask(module, query, key, key, mask, **kwargs)[1]
     if mask is not None and mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -38,7 +38,7 @@ __all__ = [
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     """The self- or cross-attention of T5 with k key/value heads and, if configured, a latent or talking heads."""
 
-    roles = ("states", "memory", "mask", "cache", "bias")
+    roles = ("states", "encoder_outputs", "mask", "cache", "bias")
     returns = 3
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -50,8 +50,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
-        (states, memory, mask, cache, bias), others = self.arguments.split(args, kwargs)
-        return self.outputs_and_bias(states, memory, mask, cache, bias, others)
+        (states, encoder_outputs, mask, cache, bias), others = self.arguments.split(args, kwargs)
+        return self.outputs_and_bias(states, encoder_outputs, mask, cache, bias, others)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):

@@ -160,9 +160,11 @@ def eager_with_mechanisms(
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (reach := kwargs.get("reach", module.reach)) is not None:  # the key range of padded rows may differ
-        is_global = global_tokens_of(reach, kwargs)
-        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias, is_global)
+    if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # the key range of padded rows may differ
+        is_global = global_tokens_of(key_range, kwargs)
+        attention_mask, position_bias = as_full_attention(
+            key_range, query, key, attention_mask, position_bias, is_global
+        )
     options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
@@ -193,22 +195,24 @@ def sdpa_with_mechanisms(
         call = (module, query, key, value, attention_mask, scaling, returns_weights)
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     with_weights = returns_weights or module.score is not None
-    talking_heads, reach = bool(module.projection_names), kwargs.get("reach", module.reach)
-    in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
-    is_global = global_tokens_of(reach, kwargs)
-    if not returns_weights and is_global is None and gathers(reach, query, key, attention_mask):
+    talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
+    in_blocks = key_range is not None and not with_weights and fills_blocks(key_range, query, key, attention_mask)
+    is_global = global_tokens_of(key_range, kwargs)
+    if not returns_weights and is_global is None and gathers(key_range, query, key, attention_mask):
         options = call_options(module, query, None, scaling, dropout, False)
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
             attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
-        return attend_in_blocks(attend, reach, (query, key, value), attention_mask, position_bias), None
+        return attend_in_blocks(attend, key_range, (query, key, value), attention_mask, position_bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_with_mechanisms(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if returns_weights else None
-    if reach is not None and not in_blocks:
-        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias, is_global)
+    if key_range is not None and not in_blocks:
+        attention_mask, position_bias = as_full_attention(
+            key_range, query, key, attention_mask, position_bias, is_global
+        )
     options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
@@ -216,9 +220,9 @@ def sdpa_with_mechanisms(
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
         options |= {"is_causal": False, "position_bias": position_bias}  # the key range is causal or not
         if is_global is None:
-            return attention_in_windows(query, key, value, attention_mask, reach=reach, **options), None
+            return attention_in_windows(query, key, value, attention_mask, key_range=key_range, **options), None
         attend = partial(attention_in_windows, **options)
-        return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
+        return with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 

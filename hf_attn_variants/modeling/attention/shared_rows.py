@@ -154,23 +154,23 @@ def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def rows_of_sentences(memory: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
+def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
     """Return encoder outputs [b B, m, D] with one row per sentence if they are marked, otherwise unchanged.
 
     Args:
-        memory: encoder outputs, or a latent of them.
+        encoder_outputs: encoder outputs, or a latent of them.
         maps: the linear layers that read them. A layer with a hook may expect one row per beam, for example if peft
             selects an adapter per row (`adapter_names`).
     """
-    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(memory, REPEATED, None)
+    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
     if mark is None or any(has_hooks(each) for each in maps):
-        return memory
+        return encoder_outputs
     states, version = mark
     if version is None:  # a tensor of the inference mode has no version
-        is_same = torch.equal(memory, repeat_for_beams(states, len(memory)))
+        is_same = torch.equal(encoder_outputs, repeat_for_beams(states, len(encoder_outputs)))
     else:
-        is_same = memory._version == version
-    return states if is_same else memory
+        is_same = encoder_outputs._version == version
+    return states if is_same else encoder_outputs
 
 
 def has_hooks(linear: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from ..transformers_internals import (
     check_paths,
     refuse_two_caches,
 )
-from ..transformers_trial import try_host
+from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, named_attentions, sites_root
@@ -95,7 +95,7 @@ class AttnVariantModelMixin(_Model):
                 f"`{wanted.__name__}.from_upstream(config, num_key_value_heads=...)`."
             )
         config.check_variant()
-        try_host(type(self))
+        compare_with_transformers(type(self))
         super().__init__(config, *args, **kwargs)
         self._generate_as_configured()
 
@@ -141,7 +141,7 @@ class AttnVariantModelMixin(_Model):
             for site, _, module in self.named_attentions():
                 attention: Any = module.get_submodule(site.core)
                 if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
-                    if attention.reach is not None:
+                    if attention.key_range is not None:
                         keep_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
@@ -191,7 +191,7 @@ class AttnVariantModelMixin(_Model):
                 necessary.
         """
         source = pretrained_model_name_or_path
-        try_host(cls)  # before Transformers switches to the meta device
+        compare_with_transformers(cls)  # before Transformers switches to the meta device
         adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
@@ -299,11 +299,11 @@ def _install_variant(
     core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
     core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)
-    core.reach = site.reach(model.config, path, is_causal)
+    core.key_range = site.key_range(model.config, path, is_causal)
     core.kernel = None
     if "linear_attention" in used:
         install_kernel(core, site.kernel(model.config, path, is_causal))
-    others = (heads.talking, core.score, core.compression, core.reach, core.kernel)
+    others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others)
     if not core.is_plain:
         settle_padding(core)

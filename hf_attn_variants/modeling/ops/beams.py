@@ -57,14 +57,14 @@ class QueryFold:
     """A fold of the queries of a key/value head, over all heads of a group and all beams, into rows."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
-        (_, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
+        (_, heads, self.length, _), (self.sentences, self.kv_heads, *_) = query.shape, key.shape
         self.beams, self.groups = beams, heads // self.kv_heads
 
     def rows(self, query: torch.Tensor) -> torch.Tensor:
         """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""
         if self.beams * self.length == 1:
-            return query.reshape(self.memories, self.kv_heads, self.groups, query.shape[-1])
-        query = query.reshape(self.memories, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
+            return query.reshape(self.sentences, self.kv_heads, self.groups, query.shape[-1])
+        query = query.reshape(self.sentences, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
         return query.transpose(1, 2).flatten(2, 3)
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -72,12 +72,12 @@ class QueryFold:
         if mask is None:
             return None
         mask = mask[(None,) * (4 - mask.dim())]
-        batch, heads, length, memory_length = mask.shape
-        beams = self.beams if batch > self.memories else 1
+        batch, heads, length, key_length = mask.shape
+        beams = self.beams if batch > self.sentences else 1
         kv_heads, groups = (self.kv_heads, self.groups) if heads > 1 else (1, 1)
-        mask = mask.reshape(batch // beams, beams, kv_heads, groups, length, memory_length).transpose(1, 2)
+        mask = mask.reshape(batch // beams, beams, kv_heads, groups, length, key_length).transpose(1, 2)
         if beams * groups * length > 1:
-            sizes = (self.beams, self.groups, self.length, memory_length)
+            sizes = (self.beams, self.groups, self.length, key_length)
             mask = mask.expand(mask.shape[0], kv_heads, *sizes)
         return mask.flatten(2, 4)
 
@@ -85,6 +85,6 @@ class QueryFold:
         """Return the folded states [b, k, B g n, x] as [b B, n, k g, x]."""
         size = states.shape[-1]
         if self.beams * self.length == 1:
-            return states.reshape(self.memories, 1, self.kv_heads * self.groups, size)
+            return states.reshape(self.sentences, 1, self.kv_heads * self.groups, size)
         states = states.unflatten(2, (self.beams, self.groups, self.length)).permute(0, 2, 4, 1, 3, 5)
-        return states.reshape(self.memories * self.beams, self.length, self.kv_heads * self.groups, size)
+        return states.reshape(self.sentences * self.beams, self.length, self.kv_heads * self.groups, size)

@@ -46,7 +46,7 @@ class Operands(NamedTuple):
     scaling: float = 1.0
     is_causal: bool = False
     dropout: float = 0.0
-    reach: list[int] | None = None  # a `KeyRange`; the bias is then a bias by distance
+    key_range: list[int] | None = None  # a `KeyRange`; the bias is then a bias by distance
 
     @property
     def heads_in(self) -> int:
@@ -92,7 +92,7 @@ class _Block:
     size: int  # B
 
     def __post_init__(self) -> None:
-        self.length, self.memory = _count(self.rows), sum(map(_count, self.spans))  # r, m
+        self.length, self.key_length = _count(self.rows), sum(map(_count, self.spans))  # r, m
 
     def read(self, states: Tensor, axis: int) -> Tensor:
         """Return the part of states that belongs to the keys that are reached, which are its axis 2 or 3."""
@@ -104,7 +104,9 @@ class _Call:
     """Each step of the forward pass on one block of a call, by this many threads."""
 
     def __init__(self, operands: Operands, threads: int):
-        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, reach = operands
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, key_range = (
+            operands
+        )
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
@@ -132,8 +134,8 @@ class _Call:
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
         self.nothing: Tensor | None = None
-        self.windows = None if reach is None else BlockWindows(KeyRange(*reach), self.query, self.key, bias)
-        self._take_masks(mask, bias if reach is None else None)
+        self.windows = None if key_range is None else BlockWindows(KeyRange(*key_range), self.query, self.key, bias)
+        self._take_masks(mask, bias if key_range is None else None)
 
     def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
@@ -174,13 +176,13 @@ class _Call:
                 number += 1
 
     def rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        length, memory = self.query.shape[2], self.key.shape[2]
+        length, key_length = self.query.shape[2], self.key.shape[2]
         if self.windows is not None:
             yield from self.windows.blocks(rows)
             return
         for row in range(0, length, rows):
             end = min(row + rows, length)
-            yield slice(row, end), (slice(0, min(memory, end) if self.is_causal else memory),)
+            yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
     def queries(self, block: _Block) -> Tensor:
         """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
@@ -199,13 +201,13 @@ class _Call:
         """[B * k, m, x] of [b, k, all keys, x], in that buffer where the keys do not follow each other."""
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
-            out = self.space(name, block.size, states.shape[1], block.memory, states.shape[3])
+            out = self.space(name, block.size, states.shape[1], block.key_length, states.shape[3])
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
     def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
         """[B, heads, r * m], uninitialised."""
-        return self.space(name, block.size, heads, block.length * block.memory)
+        return self.space(name, block.size, heads, block.length * block.key_length)
 
     def space(self, name: str, *shape: int) -> Tensor:
         """A tensor of this shape, uninitialised: the same memory for every block, so that it is in the cache."""
@@ -225,7 +227,7 @@ class _Call:
         else:
             logits = self.buffer("softmax", self.heads, block)
             logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
-        logits = logits.view(block.size, self.heads, -1, block.memory)
+        logits = logits.view(block.size, self.heads, -1, block.key_length)
         allowed, added = self.masks(block)
         for each in added:
             wider = torch.promote_types(each.dtype, logits.dtype) != logits.dtype
@@ -247,8 +249,8 @@ class _Call:
         """Return what is allowed, [B, h, r, m] or less, None: everything; and what is added to the logits."""
         added = [block.read(each[block.batch, :, block.rows], 3) for each in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
-        if self.is_causal and block.memory > block.rows.start + 1:
-            shape, device = (block.length, block.memory), self.query.device
+        if self.is_causal and block.key_length > block.rows.start + 1:
+            shape, device = (block.length, block.key_length), self.query.device
             causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
             allowed = causal if allowed is None else allowed & causal
         if self.windows is not None:
@@ -305,7 +307,7 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
         weights = call.mixed(call.softmax(scores, block), "scores", block)  # the scores are done with
         if call.dropout > 0:
             weights = weights * call.kept(weights, block)
-        weights = weights.view(block.size * call.value_heads, -1, block.memory)
+        weights = weights.view(block.size * call.value_heads, -1, block.key_length)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
@@ -363,7 +365,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
             d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; the scores are done with
         _add_product(d_key[block.batch], block, d_scores, queries)
-        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.memory) @ call.keys(block)
+        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
@@ -378,7 +380,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
 def _number_of_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
     # The keys that a causal block reads are those up to its last row, those of a window are few.
-    if batches > 1 or operands.is_causal or operands.reach is not None:
+    if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
     most = min(threads, MOST_PARTS, length // ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
@@ -407,7 +409,7 @@ def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) -> None:
     """Add weights^T states, [B, h, r * m] by [B * k, g * r, x] summed over a group's rows, to total [B, k, m, x]."""
-    weights, at = weights.view(*states.shape[:2], block.memory).transpose(1, 2), 0
+    weights, at = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
     for span in block.spans:
         part, count = total[:, :, span].flatten(0, 1), _count(span)  # of the same memory
         of_span = weights[:, at : at + count]

@@ -60,14 +60,14 @@ def attention_in_windows(
     mask: Tensor | None = None,
     position_bias: Tensor | None = None,
     *,
-    reach: KeyRange,
+    key_range: KeyRange,
     dropout: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Attention that reads what `reach` says, in memory that grows linearly with n and m; differentiable once.
+    """Attention that reads what `key_range` says, in memory that grows linearly with n and m; differentiable once.
 
     Args:
-        query, key, value, mask, position_bias, reach, dropout: as in `talking_heads_attention` with a reach
+        query, key, value, mask, position_bias, key_range, dropout: as in `talking_heads_attention` with a key range
         options: its other arguments
 
     Returns:
@@ -79,15 +79,15 @@ def attention_in_windows(
     kind = None
     if query.device.type in DEVICES and dropout == 0 and not _talks(options):
         query, key, value = one_dtype(query, key, value)
-        kind = _kind_of(query, key, value, mask, position_bias, reach, options["scaling"])
+        kind = _kind_of(query, key, value, mask, position_bias, key_range, options["scaling"])
     if kind is not None and agrees(_flex_agreed, kind, lambda: disagreement(kind), _refusal(kind)):
         try:
-            return _flex(query, key, value, mask, position_bias, reach, options["scaling"])
+            return _flex(query, key, value, mask, position_bias, key_range, options["scaling"])
         except NO_FAILURES:
             raise
         except Exception as error:  # a compiler's, for a shape that the small calls had not
             note(_flex_agreed, kind, failure("FlexAttention", error), _refusal(kind))
-    options |= {"position_bias": position_bias, "dropout": dropout, "reach": reach}
+    options |= {"position_bias": position_bias, "dropout": dropout, "key_range": key_range}
     return talking_heads_attention(query, key, value, mask, **options)
 
 
@@ -101,7 +101,7 @@ def _kind_of(
     value: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    reach: KeyRange,
+    key_range: KeyRange,
     scaling: float,
 ) -> Kind | None:
     """Return the kind of a call; None where FlexAttention cannot serve it."""
@@ -126,7 +126,7 @@ def _kind_of(
         has_padding=mask is not None,
         bias=None if bias is None else bias.dtype,
         trains_bias=trains[3],
-        is_dilated=reach.step > 1,
+        is_dilated=key_range.step > 1,
         with_backward=any(trains),
     )
 
@@ -145,12 +145,12 @@ def _flex(
     value: Tensor,
     mask: Tensor | None,
     table: Tensor | None,
-    reach: KeyRange,
+    key_range: KeyRange,
     scaling: float,
 ) -> Tensor:
     """Return [b, n, h, d_v]; arguments as in `attention_in_windows`, the bias by distance, [1, h, 1, 2 l - 1]."""
-    length, memory = query.shape[2], key.shape[2]
-    readable = None if mask is None else mask[:, 0, 0, -memory:].expand(query.shape[0], memory)
+    length, key_length = query.shape[2], key.shape[2]
+    readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
     # A copy: torch loses the gradient of a view that a score's function reads.
     table = None if table is None else table[0, :, 0].clone()
     # Autocast has done its work (`one_dtype`), and a kernel compiled under it would be another one.
@@ -159,8 +159,8 @@ def _flex(
             query,
             key,
             value,
-            score_mod=_score_mod(readable, table, _number("offset", memory - length, query.device)),
-            block_mask=_block_mask(reach, length, memory, query.device),
+            score_mod=_score_mod(readable, table, _number("offset", key_length - length, query.device)),
+            block_mask=_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             # Few queries have a kernel of their own, which was not tried.
@@ -215,17 +215,17 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
 
 
 @lru_cache(maxsize=4)  # (n / 128)^2 numbers each
-def _block_mask(reach: KeyRange, length: int, memory: int, device: torch.device) -> Any:
+def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
     """Return FlexAttention's mask of a shape: the blocks that are read, and a formula for those read in part."""
     from torch.nn.attention.flex_attention import BlockMask
 
     # Distances beyond the text are all alike, and fit the kernel's numbers.
     before, after, step, global_tokens, offset = (
-        _number(role, min(number, length + memory), device)
-        for role, number in zip((*KeyRange._fields, "first query"), (*reach, memory - length), strict=True)
+        _number(role, min(number, length + key_length), device)
+        for role, number in zip((*KeyRange._fields, "first query"), (*key_range, key_length - length), strict=True)
     )
 
-    is_dilated = reach.step > 1
+    is_dilated = key_range.step > 1
 
     def is_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = j - i - offset
@@ -234,10 +234,10 @@ def _block_mask(reach: KeyRange, length: int, memory: int, device: torch.device)
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
     with torch.inference_mode(False):  # as in `_number`
-        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(reach, length, memory))
+        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(key_range, length, key_length))
         count, order = _in_order(some & ~whole)
         of_whole = _in_order(whole)
-        lengths = (length, memory)
+        lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
             count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
         )
@@ -248,27 +248,29 @@ def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
-def blocks_that_are_read(reach: KeyRange, length: int, memory: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def blocks_that_are_read(
+    key_range: KeyRange, length: int, key_length: int, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
     """Return which blocks of keys any query of a block reads, and which all of them read whole.
 
     Blocks at the ends, shorter than the others, count as whole where what there is of them is.
 
     Args:
-        reach: of the attention.
-        length, memory: n and m; the queries are the last n of the m.
+        key_range: of the attention.
+        length, key_length: n and m; the queries are the last n of the m.
         block: queries, and keys, of a block.
 
     Returns:
         Two boolean tensors [blocks of queries, blocks of keys].
     """
     first_row = torch.arange(0, length, block)[:, None]
-    first, last = first_row + memory - length, (first_row + block).clamp(max=length) - 1 + memory - length
-    low = torch.arange(0, memory, block)
-    high = (low + block).clamp(max=memory) - 1
-    some = (high - first >= -reach.before) & (low - last <= reach.after)
-    whole = (low - last >= -reach.before) & (high - first <= reach.after) & (reach.step == 1)
-    some |= (low < reach.global_tokens) | (first < reach.global_tokens)
-    whole |= (high < reach.global_tokens) | (last < reach.global_tokens)
+    first, last = first_row + key_length - length, (first_row + block).clamp(max=length) - 1 + key_length - length
+    low = torch.arange(0, key_length, block)
+    high = (low + block).clamp(max=key_length) - 1
+    some = (high - first >= -key_range.before) & (low - last <= key_range.after)
+    whole = (low - last >= -key_range.before) & (high - first <= key_range.after) & (key_range.step == 1)
+    some |= (low < key_range.global_tokens) | (first < key_range.global_tokens)
+    whole |= (high < key_range.global_tokens) | (last < key_range.global_tokens)
     return some, whole
 
 
@@ -321,7 +323,7 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
 
 def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
     """Return the output of a small call and its gradients; of the blocks in float32 on the CPU."""
-    reach = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
+    key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
     if not by_flex:
         states = {name: t.cpu() if t.dtype == torch.bool else t.cpu().float() for name, t in states.items()}
@@ -333,9 +335,9 @@ def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
             query, key, value = (states[name] for name in ("query", "key", "value"))
-            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), reach, kind.scaling)
+            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling)
         else:
-            call: dict[str, Any] = {**states, "scaling": kind.scaling, "reach": reach}
+            call: dict[str, Any] = {**states, "scaling": kind.scaling, "key_range": key_range}
             output = talking_heads_attention(**call, backend="blocked")
         outcome = {"output": output}
         if trained:

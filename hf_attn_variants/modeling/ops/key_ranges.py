@@ -82,12 +82,12 @@ class KeyRange(NamedTuple):
         """Return True if a query does not attend to later keys."""
         return self.after == 0
 
-    def keys_read(self, memory: int) -> int:
-        """Return the number of keys out of `memory` that a query in the middle of the text attends to.
+    def keys_read(self, key_length: int) -> int:
+        """Return the number of keys out of `key_length` that a query in the middle of the text attends to.
 
         Global tokens attend to all keys and are not considered.
         """
-        return min(memory, (self.before + self.after) // self.step + 1 + self.global_tokens)
+        return min(key_length, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
     def allowed(self, queries: Any, keys: Any) -> Any:
         """Return a boolean mask [n, m] of the keys at positions [m] that the queries at positions [n] attend to."""
@@ -95,12 +95,12 @@ class KeyRange(NamedTuple):
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
         return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
 
-    def covers(self, length: int, memory: int) -> bool:
-        """Return True if the queries at the last `length` of `memory` positions attend to all keys.
+    def covers(self, length: int, key_length: int) -> bool:
+        """Return True if the queries at the last `length` of `key_length` positions attend to all keys.
 
         A causal query must attend to all keys up to its position.
         """
-        return self.step == 1 and memory - 1 <= self.before and (self.is_causal or memory - 1 <= self.after)
+        return self.step == 1 and key_length - 1 <= self.before and (self.is_causal or key_length - 1 <= self.after)
 
 
 class TransientGlobal(NamedTuple):
@@ -127,9 +127,9 @@ class TransientGlobal(NamedTuple):
         """Return the maximum size, because an encoder does not have a cache."""
         return MAX_SIZE
 
-    def keys_read(self, memory: int) -> int:
-        """Return the number of keys and summaries that a query in the middle of `memory` tokens attends to."""
-        return min(memory, 2 * self.radius + 1) + memory // self.block
+    def keys_read(self, key_length: int) -> int:
+        """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""
+        return min(key_length, 2 * self.radius + 1) + key_length // self.block
 
 
 # Follows the Transformers verbosity, also in Hub repositories
@@ -143,9 +143,11 @@ MOST_ROWS = {"cpu": 64, "default": 512}
 MOST_IN_A_MASK = 2048
 
 
-def block_rows(reach: KeyRange, device: str) -> int:
+def block_rows(key_range: KeyRange, device: str) -> int:
     """Return the number of queries per block, about half the window width within the limits of the device."""
-    most = min(MOST_ROWS.get(device, MOST_ROWS["default"]), (reach.before + reach.after) // reach.step // 2)
+    most = min(
+        MOST_ROWS.get(device, MOST_ROWS["default"]), (key_range.before + key_range.after) // key_range.step // 2
+    )
     return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
 
 
@@ -165,10 +167,12 @@ class BlockWindows:
     Blocks in the middle of a text have the same mask and bias, so these are computed only once.
     """
 
-    def __init__(self, reach: KeyRange, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None) -> None:
-        self.reach, self.table, self.device = reach, table, query.device
-        self.length, self.memory = query.shape[2], key.shape[2]
-        self.rows = block_rows(reach, query.device.type)
+    def __init__(
+        self, key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None
+    ) -> None:
+        self.key_range, self.table, self.device = key_range, table, query.device
+        self.length, self.key_length = query.shape[2], key.shape[2]
+        self.rows = block_rows(key_range, query.device.type)
         self.last_terms: tuple[Any, ...] = (None,)  # the last kind of block, its mask, its bias and its distances
         self.d_table: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # the part of the gradient that is not yet in `d_table`
@@ -177,7 +181,7 @@ class BlockWindows:
     @property
     def most_elements(self) -> int:
         """Return the number of logits per head in a block, without the blocks of global queries."""
-        return self.rows * _keys_of_block(self.reach, self.rows)
+        return self.rows * _keys_of_block(self.key_range, self.rows)
 
     def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         """Yield the queries of each block and the slices of the keys that they read, without duplicates.
@@ -185,19 +189,19 @@ class BlockWindows:
         Args:
             global_rows: the maximum number of queries in a block that reads every key.
         """
-        reach, length, offset = self.reach, self.length, self.memory - self.length
-        first = min(reach.global_tokens, length)
+        key_range, length, offset = self.key_range, self.length, self.key_length - self.length
+        first = min(key_range.global_tokens, length)
         for row in range(0, first, global_rows):
-            yield slice(row, min(row + global_rows, first)), (slice(0, self.memory),)
-        for phase in range(min(reach.step, length - first)):
-            for row in range(first + phase, length, self.rows * reach.step):
-                queries = range(row, min(row + self.rows * reach.step, length), reach.step)
-                low = offset + queries[0] - reach.before
-                if low < reach.global_tokens:  # the first slice already contains the global keys
-                    low += -(-(reach.global_tokens - low) // reach.step) * reach.step
-                window = slice(low, min(self.memory, offset + queries[-1] + reach.after + 1), reach.step)
-                global_keys = (slice(0, reach.global_tokens),) if reach.global_tokens else ()
-                yield slice(queries[0], queries[-1] + 1, reach.step), (*global_keys, window)
+            yield slice(row, min(row + global_rows, first)), (slice(0, self.key_length),)
+        for phase in range(min(key_range.step, length - first)):
+            for row in range(first + phase, length, self.rows * key_range.step):
+                queries = range(row, min(row + self.rows * key_range.step, length), key_range.step)
+                low = offset + queries[0] - key_range.before
+                if low < key_range.global_tokens:  # the first slice already contains the global keys
+                    low += -(-(key_range.global_tokens - low) // key_range.step) * key_range.step
+                window = slice(low, min(self.key_length, offset + queries[-1] + key_range.after + 1), key_range.step)
+                global_keys = (slice(0, key_range.global_tokens),) if key_range.global_tokens else ()
+                yield slice(queries[0], queries[-1] + 1, key_range.step), (*global_keys, window)
 
     def terms(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the allowed keys of a block, [r, m], and its bias, [1, h, r, m] or [r, m].
@@ -205,15 +209,15 @@ class BlockWindows:
         The bias is minus infinity for keys that are not allowed.
         """
         # The terms depend only on distances, unless the block reads global tokens. They then depend on positions.
-        first = rows.start + self.memory - self.length
-        by_position = rows.start < self.reach.global_tokens or (self.table is not None and len(spans) > 1)
+        first = rows.start + self.key_length - self.length
+        by_position = rows.start < self.key_range.global_tokens or (self.table is not None and len(spans) > 1)
         kind = (rows.stop - rows.start, *(span.stop - span.start for span in spans), spans[-1].start - first)
         kind = (*kind, first if by_position else None)
         if self.last_terms[0] != kind:
             self.finish_bias_gradient(self.d_table)  # Add the gradient that blocks of the last kind have accumulated
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
-            near = self.reach.allowed(queries, keys)
+            near = self.key_range.allowed(queries, keys)
             bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
             self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
@@ -236,28 +240,28 @@ class BlockWindows:
         self.gradient = None
 
 
-def fills_blocks(reach: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def fills_blocks(key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return True if attention in blocks supports a call and is likely to be faster than full attention.
 
     The mask must be boolean and must not depend on the query. Full attention with a mask is faster if the text is
     shorter than twice the number of keys per block.
     """
-    length, memory = query.shape[2], key.shape[2]
+    length, key_length = query.shape[2], key.shape[2]
     if is_exporting() or query.shape[0] != key.shape[0] or length == 1:  # an exported graph must support every length
         return False
-    if not isinstance(reach, KeyRange):
+    if not isinstance(key_range, KeyRange):
         return False
-    return (mask is None or is_of_keys(mask)) and memory >= 2 * _keys_of_block(
-        reach, block_rows(reach, query.device.type)
+    return (mask is None or is_of_keys(mask)) and key_length >= 2 * _keys_of_block(
+        key_range, block_rows(key_range, query.device.type)
     )
 
 
-def _keys_of_block(reach: KeyRange, rows: int) -> int:
-    return rows + (reach.before + reach.after) // reach.step + reach.global_tokens
+def _keys_of_block(key_range: KeyRange, rows: int) -> int:
+    return rows + (key_range.before + key_range.after) // key_range.step + key_range.global_tokens
 
 
 def as_full_attention(
-    reach: Any,
+    key_range: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     mask: torch.Tensor | None,
@@ -267,7 +271,7 @@ def as_full_attention(
     """Return the mask and the position bias that make full attention equivalent to a key range.
 
     Args:
-        reach: the key range of the attention module, a `KeyRange` or a `BlockPattern`.
+        key_range: the key range of the attention module, a `KeyRange` or a `BlockPattern`.
         query, key: [b, h_k, n, d] and [b, k, m, d].
         mask: as in `attention_with_weights`. Only the last m keys of the mask are used, because the cache may be
             shorter.
@@ -278,29 +282,29 @@ def as_full_attention(
         ValueError: if an encoder has keys before its queries, such as the prefixes of peft. They would be outside most
             windows.
     """
-    length, memory = query.shape[2], key.shape[2]
-    if not reach.is_causal and not is_exporting() and memory != length:
+    length, key_length = query.shape[2], key.shape[2]
+    if not key_range.is_causal and not is_exporting() and key_length != length:
         raise ValueError(
-            f"`attention_pattern` reads keys by their distance: {length} tokens cannot read {memory}, a prefix of "
-            f"{memory - length} among them."
+            f"`attention_pattern` reads keys by their distance: {length} tokens cannot read {key_length}, a prefix of "
+            f"{key_length - length} among them."
         )
-    keys = torch.arange(memory, device=query.device)
+    keys = torch.arange(key_length, device=query.device)
     queries = keys
-    if reach.is_causal:
-        queries = torch.arange(length, device=query.device) + memory - length
-        mask = None if mask is None else mask[..., -memory:]
+    if key_range.is_causal:
+        queries = torch.arange(length, device=query.device) + key_length - length
+        mask = None if mask is None else mask[..., -key_length:]
     bias = None if table is None else relative_bias(table, queries, keys)
-    if not is_exporting() and memory > MOST_IN_A_MASK and not isinstance(reach, KeyRange):
+    if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
         logger.warning_once(
-            f'attention_pattern={reach.kind.name!r} as a mask of {length} x {memory} numbers: "sdpa" without '
+            f'attention_pattern={key_range.kind.name!r} as a mask of {length} x {key_length} numbers: "sdpa" without '
             "`output_attentions` goes by blocks."
         )
     # In these cases, the `is_causal` argument of the attention function is sufficient, or a single query reads all
     # keys.
-    is_told = not reach.is_causal or length == 1 or (mask is None and memory == length)
-    if not is_exporting() and reach.covers(length, memory) and is_told:
+    is_told = not key_range.is_causal or length == 1 or (mask is None and key_length == length)
+    if not is_exporting() and key_range.covers(length, key_length) and is_told:
         return mask, bias
-    allowed = reach.allowed(queries, keys)
+    allowed = key_range.allowed(queries, keys)
     allowed = allowed[(None,) * (4 - allowed.dim())]
     if is_global is not None:
         allowed = allowed | is_global[:, None, None] | is_global[:, None, :, None]

@@ -338,8 +338,8 @@ def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
             there = mask.cpu()
             added = torch.where(there, 0.0, -torch.inf) if mask.dtype == torch.bool else there.float()
         found = one_latent_by_kernels(query, latent, mask, scaling, launch)
-        exact, memory = query.cpu().float(), latent.cpu().float()
-        expected = torch.softmax(exact @ memory.mT * scaling + added, -1) @ memory
+        exact_query, exact_latent = query.cpu().float(), latent.cpu().float()
+        expected = torch.softmax(exact_query @ exact_latent.mT * scaling + added, -1) @ exact_latent
         # But for the first column, which is huge.
         found, expected = (each[..., 1:].transpose(1, 2) for each in (found, expected))
         return {"output": largest_error(found, expected, "output")}

@@ -24,10 +24,10 @@ NOTHING, ROLLED, BY_PATTERN = range(3)
 
 
 def settle_padding(module: VariantAttention) -> None:
-    """Set the treatment of padded rows; `reach`, `compression` and `kernel` must be set before."""
-    reach, kernel = module.reach, module.kernel
-    counts = reach is not None and reach.counts_tokens
-    knows_rows = hasattr(reach, "of_rows")
+    """Set the treatment of padded rows; `key_range`, `compression` and `kernel` must be set before."""
+    key_range, kernel = module.key_range, module.kernel
+    counts = key_range is not None and key_range.counts_tokens
+    knows_rows = hasattr(key_range, "of_rows")
     rolls = module.compression is not None or (kernel is not None and kernel.counts_tokens)
     rolls = rolls or (counts and not knows_rows)
     module.padding_rule = ROLLED if rolls else BY_PATTERN if counts else NOTHING
@@ -105,11 +105,11 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         rule, rows = getattr(module, "padding_rule", NOTHING), None
         if rule != NOTHING and is_of_keys(attention_mask):
-            memory = key.shape[2]
+            key_length = key.shape[2]
             if rule == BY_PATTERN:
-                kwargs["reach"] = module.reach.of_rows(attention_mask[..., -memory:])
+                kwargs["key_range"] = module.key_range.of_rows(attention_mask[..., -key_length:])
             else:
-                rows = rolled_rows(module, attention_mask[..., -memory:], memory)
+                rows = rolled_rows(module, attention_mask[..., -key_length:], key_length)
         # A prefix before the tokens of an encoder raises an error later.
         if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)

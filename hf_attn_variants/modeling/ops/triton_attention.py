@@ -45,7 +45,7 @@ except ImportError:  # the package and its Hub repositories must load without a 
 
 
 # Numbers that change from batch to batch: compiled for any, or each length of a batch would be compiled anew.
-ANY_NUMBER = ["batch0", "row0", "rows", "length", "memory"]
+ANY_NUMBER = ["batch0", "row0", "rows", "length", "key_length"]
 ANY_NUMBER += ["bias_stride_b", "bias_stride_n", "mask_stride_b", "mask_stride_n"]
 ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride_m"]
 
@@ -82,7 +82,7 @@ if triton is not None:
 
     @triton.jit
     def _logits(
-        scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
+        scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
         score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, PAD_IN: tl.constexpr, PAD: tl.constexpr,
         MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
@@ -92,7 +92,7 @@ if triton is not None:
         inside = offs_c < end
         # To the end of the padded row, which lets loads be wide; what lies there was never written. Sums over the
         # positions need zeros instead. The logits do not: a position mixes its own heads alone, and is left out below.
-        scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN))  # [c, h_k]
+        scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
         if ZEROED:
             scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
         if MIX:
@@ -122,7 +122,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def forward_kernel(
         scores_ptr, weights_ptr, top_ptr, inverse_ptr, logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
-        scale, dropout, batch0, row0, rows, length, memory, buffer_memory,
+        scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
         bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
         mask_stride_b, mask_stride_h, mask_stride_n, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
@@ -136,9 +136,9 @@ if triton is not None:
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
-        head_stride = rows * buffer_memory
-        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_memory
-        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_memory
+        head_stride = rows * buffer_length
+        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
         bias_at, mask_at = bias_ptr, mask_ptr
         if BIAS:
             bias_at += batch * bias_stride_b + row * bias_stride_n
@@ -152,12 +152,12 @@ if triton is not None:
             proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
-        end = memory
+        end = key_length
         if CAUSAL:
-            end = tl.minimum(memory, row + 1).to(tl.int32)
+            end = tl.minimum(key_length, row + 1).to(tl.int32)
         if ONE_BLOCK:
             _, logits = _logits(
-                scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, tl.arange(0, BLOCK),
+                scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, tl.arange(0, BLOCK),
                 head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                 HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
             )  # fmt: skip
@@ -170,7 +170,7 @@ if triton is not None:
             total = tl.zeros([PAD], tl.float32)
             for start in range(0, end, BLOCK):
                 _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, start + tl.arange(0, BLOCK),
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, start + tl.arange(0, BLOCK),
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
@@ -188,7 +188,7 @@ if triton is not None:
             offs_c = start + tl.arange(0, BLOCK)
             if not ONE_BLOCK:
                 _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
@@ -197,19 +197,19 @@ if triton is not None:
             if MIX_WEIGHTS:
                 weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
             if DROPOUT:
-                weights *= _kept(seed, row, memory, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
-            _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
+                weights *= _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+            _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
         if CAUSAL:
             # The product with V reads the chunk's whole rectangle.
-            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_memory, BLOCK):
+            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
                 offs_c, none = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
-                _write(weights_at, none, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
+                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
 
     @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def backward_kernel(
         scores_ptr, weights_ptr, d_bias_ptr, d_logits_proj_ptr, d_weights_proj_ptr, top_ptr, inverse_ptr,
         logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
-        scale, dropout, batch0, row0, rows, length, memory, buffer_memory,
+        scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
         bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
         mask_stride_b, mask_stride_h, mask_stride_n, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
@@ -223,12 +223,12 @@ if triton is not None:
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
-        head_stride = rows * buffer_memory
-        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_memory
-        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_memory
+        head_stride = rows * buffer_length
+        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
         d_bias_at = d_bias_ptr
         if D_BIAS:
-            d_bias_at += local_batch * HEADS * head_stride + local_row * buffer_memory
+            d_bias_at += local_batch * HEADS * head_stride + local_row * buffer_length
         bias_at, mask_at = bias_ptr, mask_ptr
         if BIAS:
             bias_at += batch * bias_stride_b + row * bias_stride_n
@@ -247,24 +247,24 @@ if triton is not None:
         at = (batch * HEADS + offs_h) * length + row
         top = tl.load(top_ptr + at, mask=offs_h < HEADS, other=0.0)
         inverse = tl.load(inverse_ptr + at, mask=offs_h < HEADS, other=0.0)
-        end = memory
+        end = key_length
         if CAUSAL:
-            end = tl.minimum(memory, row + 1).to(tl.int32)
+            end = tl.minimum(key_length, row + 1).to(tl.int32)
         delta = tl.zeros([PAD], tl.float32)
         for step in tl.static_range(2):
             # First the sums of weight times gradient, which the softmax's gradient needs; then the gradients.
             for start in range(0, end, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
                 scores, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, True, PRECISION,
                 )  # fmt: skip
                 softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
-                gradient = _read(weights_at, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
+                gradient = _read(weights_at, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
                 gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
-                    kept = _kept(seed, row, memory, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                    kept = _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
                     gradient = (gradient * kept).to(dtype)
                 if MIX_WEIGHTS:
                     d_softmax = tl.dot(gradient, tl.trans(proj_out), input_precision=PRECISION)  # [c, h]
@@ -275,7 +275,7 @@ if triton is not None:
                 else:
                     d_logits = softmax * (d_softmax - delta[None, :])
                     if D_BIAS:
-                        _write(d_bias_at, tl.trans(d_logits), head_stride, offs_c, buffer_memory, HEADS, PAD)
+                        _write(d_bias_at, tl.trans(d_logits), head_stride, offs_c, buffer_length, HEADS, PAD)
                     weights = softmax
                     if MIX_WEIGHTS:
                         mixable = softmax.to(dtype)
@@ -290,17 +290,17 @@ if triton is not None:
                         d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
                     weights, d_scores = tl.trans(weights.to(dtype)), tl.trans(d_scores.to(dtype))
                     tl.debug_barrier()  # every warp has read this block before any writes over it
-                    _write(weights_at, weights, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
-                    _write(scores_at, d_scores, head_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
+                    _write(weights_at, weights, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                    _write(scores_at, d_scores, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
         if CAUSAL:
-            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_memory, BLOCK):
+            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
                 none, none_in = tl.zeros([PAD_OUT, BLOCK], dtype), tl.zeros([PAD_IN, BLOCK], dtype)
-                _write(weights_at, none, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
-                _write(scores_at, none_in, head_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
+                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                _write(scores_at, none_in, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
                 if D_BIAS:
                     none_bias = tl.zeros([PAD, BLOCK], tl.float32)
-                    _write(d_bias_at, none_bias, head_stride, offs_c, buffer_memory, HEADS, PAD)
+                    _write(d_bias_at, none_bias, head_stride, offs_c, buffer_length, HEADS, PAD)
         program = local_batch * rows + local_row
         if MIX_LOGITS:
             at = d_logits_proj_ptr + program * HEADS_IN * HEADS
@@ -328,7 +328,7 @@ def is_supported(operands: Operands) -> bool:
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if operands.reach is not None or not covers_device(query.device):
+    if operands.key_range is not None or not covers_device(query.device):
         return False
     tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -397,13 +397,13 @@ class _TritonCall:
         query = query if self.query_scaling == 1.0 else query * self.query_scaling
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
         self.batches, _, self.length, _ = query.shape
-        self.memory = key.shape[2]
+        self.key_length = key.shape[2]
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
         self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
         self.scaling = scaling / self.query_scaling
-        full = (self.batches, self.heads, self.length, self.memory)
+        full = (self.batches, self.heads, self.length, self.key_length)
         self.bias = None if bias is None else bias.expand(full)
         kind = kind_of_mask(mask)
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
@@ -429,34 +429,35 @@ class _TritonCall:
 
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
-        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.memory * self.query.element_size()
+        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.key_length * self.query.element_size()
         for batch, row in _chunks(self.batches, self.length, bytes_per_row):
-            yield batch, row, min(self.memory, row.stop) if self.is_causal else self.memory
+            yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
     def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
         size = 0
-        for batch, row, memory in self.chunks():
-            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
+        for batch, row, key_length in self.chunks():
+            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(key_length))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
-    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, memory: int, settings: dict) -> None:
+    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, key_length: int, settings: dict) -> None:
         rows = row.stop - row.start
         bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
         mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
         with torch.cuda.device_of(self.query):  # a launch goes to the current device, whichever its tensors are on
             kernel[(rows, batch.stop - batch.start)](
                 *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
-                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
+                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.key_length,
+                _row_size(key_length),
                 *bias_strides, *mask_strides, **self.constants, **settings,
             )  # fmt: skip
 
 
-def _row_size(memory: int) -> int:
-    return -(-memory // 16) * 16  # rows that start at a multiple of 32 bytes
+def _row_size(key_length: int) -> int:
+    return -(-key_length // 16) * 16  # rows that start at a multiple of 32 bytes
 
 
-def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: int) -> torch.Tensor:
-    size = _row_size(memory)
+def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
+    size = _row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
@@ -472,9 +473,9 @@ def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return rows.view(*weights.shape[:3], -1)
 
 
-def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
+def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
     # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
-    weights = group(weights, kv_heads)[..., :memory]
+    weights = group(weights, kv_heads)[..., :key_length]
     return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
@@ -483,7 +484,7 @@ def _forward_settings(call: _TritonCall) -> dict:
     # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
-    block = max(16, triton.next_power_of_2(call.memory))
+    block = max(16, triton.next_power_of_2(call.key_length))
     if not (exact or many_loads or call.seed is not None) and block * call.widest() > SHORT_ROW:
         # Scores that are not made zero beyond the row go from the load straight into the product.
         block, warps, stages = LONG_ROW
@@ -495,7 +496,7 @@ def _forward_settings(call: _TritonCall) -> dict:
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
     if _spills(call):
         block, warps = min(block, 32), 8
-        one_block = block >= call.memory
+        one_block = block >= call.key_length
     stages = 1 if exact or many_loads else 2
     return {"BLOCK": block, "ONE_BLOCK": one_block, "ZEROED": True, "num_warps": warps, "num_stages": stages}
 
@@ -504,7 +505,7 @@ def _backward_settings(call: _TritonCall) -> dict:
     # What a lone warp holds of wider mixes spills.
     half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
     block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
-    block = min(max(16, triton.next_power_of_2(call.memory)), max(16, block * 16 // call.widest()))
+    block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.widest()))
     return {"BLOCK": block, "num_warps": 8 if _spills(call) else warps, "num_stages": stages}
 
 
@@ -521,13 +522,13 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
     settings = _forward_settings(call)
-    for batch, row, memory in call.chunks():
+    for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
-        _times_transposed(call.query[batch, :, row], call.key[batch, :, :memory], scores)
-        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, memory, settings)
-        output[batch, row] = _times(weights, call.value[batch, :, :memory]).transpose(1, 2)
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        _times_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
+        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
+        output[batch, row] = _times(weights, call.value[batch, :, :key_length]).transpose(1, 2)
     return output, statistics
 
 
@@ -553,25 +554,33 @@ def triton_backward(
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
     settings = {**_backward_settings(call), "D_BIAS": wants_bias}
-    for batch, row, memory in call.chunks():
+    for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
-        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], memory) if wants_bias else None
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], key_length) if wants_bias else None
         parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
                  for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
-        query, key, value = call.query[batch, :, row], call.key[batch, :, :memory], call.value[batch, :, :memory]
+        query, key, value = (
+            call.query[batch, :, row],
+            call.key[batch, :, :key_length],
+            call.value[batch, :, :key_length],
+        )
         _times_transposed(query, key, scores)
         _times_transposed(d_output[batch, :, row], value, weights)
-        call.launch(backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, memory, settings)
+        call.launch(
+            backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, key_length, settings
+        )
         d_query[batch, :, row] = _times(scores, key)
-        d_key[batch, :, :memory] += _transposed_times(scores, query, key.shape[1], memory)
-        d_value[batch, :, :memory] += _transposed_times(weights, d_output[batch, :, row], value.shape[1], memory)
+        d_key[batch, :, :key_length] += _transposed_times(scores, query, key.shape[1], key_length)
+        d_value[batch, :, :key_length] += _transposed_times(
+            weights, d_output[batch, :, row], value.shape[1], key_length
+        )
         for total, part in zip(d_projs, parts, strict=True):
             if part is not None:
                 total += part.sum(0)
         if d_logits is not None:
-            add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+            add_bias_gradient(d_bias, d_logits[..., :key_length], batch, row)
     if call.query_scaling != 1.0:
         d_query *= call.query_scaling
     return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]

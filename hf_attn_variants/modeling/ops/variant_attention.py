@@ -56,7 +56,7 @@ class VariantAttention(nn.Module):
     implementation: str
     is_own: bool
     kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    reach: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
+    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
     score: Any  # an `AdditiveScore`; None for the dot product
     compression: Any  # a `MemoryCompression`; None if there is one key and one value per token
     padding_rule: int

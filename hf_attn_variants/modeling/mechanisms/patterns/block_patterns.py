@@ -79,18 +79,18 @@ class BlockPattern(NamedTuple):
             return self
         return self._replace(first=first, blocks=-(-tokens // self.block) if self.draws else None)
 
-    def keys_read(self, memory: int) -> int:
-        """Return approximately how many of `memory` keys a query attends to.
+    def keys_read(self, key_length: int) -> int:
+        """Return approximately how many of `key_length` keys a query attends to.
 
         Queries of global tokens are not counted; they attend to all keys.
         """
-        near, far = self.kind.counted(self, memory)
+        near, far = self.kind.counted(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
-        return min(memory, read + self.global_tokens)
+        return min(key_length, read + self.global_tokens)
 
-    def covers(self, length: int, memory: int) -> bool:
-        """Check if the last `length` of `memory` positions attend to all positions (causal: to all before them)."""
-        return self.kind.covers(self, memory) and not self.heads
+    def covers(self, length: int, key_length: int) -> bool:
+        """Check if the last `length` of all positions attend to every position (causal: to every one before them)."""
+        return self.kind.covers(self, key_length) and not self.heads
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which of the keys 0 .. m - 1 the queries at positions [n] attend to, [n, m] or, per head, [h, n, m].
@@ -121,8 +121,8 @@ class ScatteredPattern(AttentionPattern):
     is_drawn: ClassVar[bool] = False
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
-        """Return the pattern of one attention; see `AttentionPattern.reach`."""
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
+        """Return the pattern of one attention; see `AttentionPattern.key_range`."""
         return BlockPattern(
             cls,
             getattr(config, f"{prefix}attention_block_size"),
@@ -134,7 +134,7 @@ class ScatteredPattern(AttentionPattern):
 
     @classmethod
     def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the sizes of the pattern other than its block; the arguments are those of `reach`."""
+        """Return the sizes of the pattern other than its block; the arguments are those of `key_range`."""
         return ()
 
     @staticmethod
@@ -152,13 +152,13 @@ class ScatteredPattern(AttentionPattern):
 
     @staticmethod
     @abstractmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
-        """Return approximately how many of `memory` keys a query attends to: near keys and far keys."""
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return approximately how many of `key_length` keys a query attends to: near keys and far keys."""
 
     @staticmethod
-    def covers(pattern: BlockPattern, memory: int) -> bool:
-        """Check if each of `memory` positions attends to all of them (causal: to all before it)."""
-        return memory <= pattern.block
+    def covers(pattern: BlockPattern, key_length: int) -> bool:
+        """Check if each of `key_length` positions attends to all of them (causal: to all before it)."""
+        return key_length <= pattern.block
 
 
 class LocalBlocks(ScatteredPattern):
@@ -177,7 +177,7 @@ class LocalBlocks(ScatteredPattern):
         return queries // pattern.block == keys // pattern.block, None
 
     @staticmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block."""
         return pattern.block, 0
 
@@ -204,14 +204,14 @@ class DilatedBlocks(ScatteredPattern):
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
 
     @staticmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of attended tokens in a block."""
         return -(-pattern.block // pattern.sizes[0]), 0
 
     @staticmethod
-    def covers(pattern: BlockPattern, memory: int) -> bool:
+    def covers(pattern: BlockPattern, key_length: int) -> bool:
         """Check if each position attends to all positions, which is true only for one position."""
-        return memory <= 1
+        return key_length <= 1
 
 
 class Fixed(ScatteredPattern):
@@ -240,9 +240,9 @@ class Fixed(ScatteredPattern):
         return queries // pattern.block == keys // pattern.block, is_summary
 
     @staticmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block, and in the ends of all blocks."""
-        return pattern.block, -(-memory // pattern.block) * pattern.sizes[0]
+        return pattern.block, -(-key_length // pattern.block) * pattern.sizes[0]
 
 
 class Strided(ScatteredPattern):
@@ -265,9 +265,9 @@ class Strided(ScatteredPattern):
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of keys within a stride, and one key per stride."""
-        return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-memory // pattern.block)
+        return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
 
 
 # Draws are 32-bit numbers that depend only on positions, so that a text has the same draws on every device.
@@ -317,7 +317,7 @@ class RandomBlocks(ScatteredPattern):
         return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
 
     @staticmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block, its neighbors and the drawn blocks."""
         return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
 
@@ -340,12 +340,12 @@ def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Te
     """
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
-    length, memory = query.shape[2], key.shape[2]
+    length, key_length = query.shape[2], key.shape[2]
     # Mask creation raises an error for keys before the queries of an encoder, such as the prefixes of peft.
-    if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == memory):
+    if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == key_length):
         return False
     by_key = mask is None or is_of_keys(mask)
-    return by_key and length > 1 and memory >= FEWEST_KEYS and not pattern.covers(length, memory)
+    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers(length, key_length)
 
 
 def attend_in_blocks(
@@ -365,15 +365,15 @@ def attend_in_blocks(
         table: the bias by distance (`relative_bias`).
     """
     query, key, value = states
-    length, memory = query.shape[2], key.shape[2]
-    keys = torch.arange(memory, device=query.device)
-    mask = None if mask is None else mask[..., :1, -memory:]
+    length, key_length = query.shape[2], key.shape[2]
+    keys = torch.arange(key_length, device=query.device)
+    mask = None if mask is None else mask[..., :1, -key_length:]
     rows = (
         max(1, GATHERED_ROWS // pattern.block) * pattern.block if pattern.block <= 4 * GATHERED_ROWS else GATHERED_ROWS
     )
 
     def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: Any, begin: int) -> torch.Tensor:
-        queries = torch.arange(begin, begin + query.shape[2], device=query.device) + memory - length
+        queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
         allowed = pattern.allowed(queries, keys)
         read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
@@ -385,7 +385,7 @@ def attend_in_blocks(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
     outputs = []
     # The first block ends with a block of the pattern, because queries after a cache may start inside a block.
-    begin, end = 0, rows - (memory - length) % rows
+    begin, end = 0, rows - (key_length - length) % rows
     while begin < length:
         arguments = (query[:, :, begin:end], key, value, table, begin)
         outputs.append(checkpoint(block, *arguments, use_reentrant=False) if learns else block(*arguments))

@@ -45,7 +45,7 @@ class MemoryCompressed(AttentionPattern):
             )
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
         """Return None, because a query attends to all compressed keys."""
         return None
 
@@ -76,9 +76,9 @@ class MemoryCompression(nn.Module):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
-    def keys_read(self, memory: int) -> int:
-        """Return the number of compressed keys of `memory` tokens."""
-        return -(-memory // self.stride)
+    def keys_read(self, key_length: int) -> int:
+        """Return the number of compressed keys of `key_length` tokens."""
+        return -(-key_length // self.stride)
 
     def flops(self) -> tuple[int, int]:
         """Return the floating-point operations per key token, and per query token."""

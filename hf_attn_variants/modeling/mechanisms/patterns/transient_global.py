@@ -58,8 +58,8 @@ class TransientPattern(AttentionPattern):
             )
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
-        """Return the radius and the block size; see `AttentionPattern.reach`."""
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block size; see `AttentionPattern.key_range`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
         return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
@@ -133,7 +133,7 @@ def summary_table(module: SummingAttention, length: int, device: torch.device) -
         length: n, the length of the text.
         device: the device of the inputs. Between calls, weights that Accelerate offloads are on a different device.
     """
-    count = length // module.reach.block
+    count = length // module.key_range.block
     distance = torch.arange(1 - count, max(count, 1 - count), device=device)
     sizes = (module.relative_attention_num_buckets, module.relative_attention_max_distance)
     buckets = module._relative_position_bucket(distance, True, *sizes)
@@ -152,7 +152,7 @@ def attend_with_summaries(
     """Attend to near tokens and to summaries.
 
     Args:
-        module: the attention module, whose `reach` is a `TransientGlobal`.
+        module: the attention module, whose `key_range` is a `TransientGlobal`.
         states: the inputs [b, n, D].
         operands: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
         mask: the padding mask, boolean [b, 1, 1 or n, n], or None.
@@ -189,7 +189,7 @@ def attend_with_summaries(
     outputs = []
     for begin in range(0, length, rows):
         span = slice(begin, min(begin + rows, length))
-        call = partial(_block, attend, module.reach.radius, span)
+        call = partial(_block, attend, module.key_range.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
     output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
@@ -210,7 +210,7 @@ def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[.
 
 def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
-    block, count = module.reach.block, length // module.reach.block
+    block, count = module.key_range.block, length // module.key_range.block
     blocks = blocks_of_tokens(real, block)
     places = torch.where(blocks < 0, count, blocks)  # tokens without a summary go to an additional last block
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)

@@ -37,8 +37,8 @@ class SlidingWindow(AttentionPattern):
     counts_tokens = False
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
-        """Return the window; see `AttentionPattern.reach`."""
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
+        """Return the window; see `AttentionPattern.key_range`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
@@ -62,7 +62,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
     mask = kwargs.get(MASK)
     if mask is None:
         return
-    if module.reach is None or module.reach.is_causal:  # attention without global tokens, as in a decoder
+    if module.key_range is None or module.key_range.is_causal:  # attention without global tokens, as in a decoder
         return
     if hasattr(module, "has_relative_attention_bias"):
         raise ValueError(f"`{MASK}` is for models without a bias by distance: use `encoder_num_global_tokens`.")
@@ -72,17 +72,17 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         )
 
 
-def global_tokens_of(reach: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
     mask = kwargs.get(MASK)
-    if mask is None or reach is None or reach.is_causal:
+    if mask is None or key_range is None or key_range.is_causal:
         return None
-    return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < reach.global_tokens)
+    return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < key_range.global_tokens)
 
 
 def with_global_tokens_first(
     attend: Callable[..., torch.Tensor],
-    reach: KeyRange,
+    key_range: KeyRange,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     is_global: torch.Tensor,
@@ -90,8 +90,8 @@ def with_global_tokens_first(
     """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
 
     Args:
-        attend: a function of query, key, value and mask, with the keyword argument `reach`.
-        reach: the key range of the attention.
+        attend: a function of query, key, value and mask, with the keyword argument `key_range`.
+        key_range: the key range of the attention.
         states: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
         mask: the mask of the keys, boolean [b, 1, 1 or n, n], or None.
         is_global: [b, n].
@@ -105,8 +105,8 @@ def with_global_tokens_first(
 
     read = torch.ones_like(is_global) if mask is None else mask[:, 0, 0].expand(is_global.shape)
     read = torch.cat([(is_global & read).gather(1, order), read & ~is_global], 1)
-    reach = reach._replace(global_tokens=most)
-    output = attend(*map(in_front, states), read[:, None, None], reach=reach)
+    key_range = key_range._replace(global_tokens=most)
+    output = attend(*map(in_front, states), read[:, None, None], key_range=key_range)
     front, output = output[:, :most], output[:, most:]
     if most == 0:
         return output
