@@ -85,10 +85,10 @@ class UpstreamChanged(ImportError):
 def changed(what: str) -> UpstreamChanged:
     """Return a one-line error that describes the change and lists the possible solutions."""
     return UpstreamChanged(
-        f"transformers {transformers.__version__} has changed where hf_attn_variants {ATTN_VARIANTS_VERSION} leans on "
-        f"it, and outputs could be wrong: {what}. This code was run with transformers {OLDEST_RUN} to {NEWEST_RUN}. "
-        f"Install one of these, or a newer hf_attn_variants and import it before loading; its command "
-        "`attn-variants refresh` puts newer code into a repository."
+        f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
+        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_RUN} to "
+        f"{NEWEST_RUN}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
+        "load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
 
 
@@ -237,7 +237,9 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
     needed = [name for name, each in parameters.items() if _is_needed(each) and name not in names]
     if first != names or needed:
         taken = ", ".join(parameters) or "nothing"
-        raise changed(f"`{owner.__name__}.{method}` takes {taken}, where {', '.join(names) or 'nothing'} is known")
+        raise changed(
+            f"`{owner.__name__}.{method}` takes {taken}, but this code expects {', '.join(names) or 'nothing'}"
+        )
 
 
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
@@ -261,9 +263,9 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and name not in UNCHANGING and name not in OWN:
             raise ValueError(
-                f"Attention got `{name}`, which it does not know: it would be ignored, and outputs could be wrong. "
-                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use one of "
-                f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants."
+                f"An argument of an attention function must be known, got `{name}`, which would be ignored. "
+                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use "
+                f"transformers {OLDEST_RUN} to {NEWEST_RUN}, or a newer hf_attn_variants."
             )
 
 
@@ -289,7 +291,7 @@ def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
     for name in ROLES[role]:
         if name in parameters:
             return name
-    raise changed(f"{place} takes {', '.join(parameters)}, and none of {', '.join(ROLES[role])}")
+    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
 
 
 def _check_returned(function: Any, returns: int, place: str) -> None:
@@ -300,11 +302,11 @@ def _check_returned(function: Any, returns: int, place: str) -> None:
     sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
     if sizes != {returns}:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
-        raise changed(f"{place} returns {counts} values, where {returns} are known")
+        raise changed(f"{place} returns {counts} values, but this code expects {returns}")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
     names = [name for step in loads for name in _names_loaded(step)][-returns:]
     if names and any(part in names[0] for part in ("weight", "bias", "prob")):
-        raise changed(f"{place} returns {', '.join(names)}, where outputs are first")
+        raise changed(f"{place} returns {', '.join(names)}, but this code expects outputs first")
 
 
 def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
@@ -342,9 +344,9 @@ def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
     names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
-            f"Got a cache as `{names[1]}` beside one as `{names[0]}`, as transformers {transformers.__version__} has "
-            "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
-            "generate with a newer peft, or with transformers before 5.24."
+            f"A call must have one cache, got `{names[1]}` and `{names[0]}`. transformers "
+            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes "
+            "under the old name, so use a newer peft, or transformers before 5.24."
         )
 
 
@@ -445,8 +447,8 @@ def check_attention_function(owner: type) -> None:
         missing = f"`{owner.__module__}` has no `eager_attention_forward`"
         if {*MODEL_FOLDERS}.isdisjoint(owner.__module__.split(".")):
             raise TypeError(
-                f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an architecture "
-                "whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
+                f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an "
+                "architecture whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
             )
         raise changed(missing)
     parameters = inspect.signature(function).parameters
@@ -466,7 +468,7 @@ def check_mask_functions(*functions: Any) -> None:
         taken = inspect.signature(function).parameters
         for name in MASK_ARGUMENTS:
             if name not in taken:
-                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, and no {name}")
+                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:

@@ -1,9 +1,9 @@
 """A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
 
-The module `transformers_internals` checks names and signatures, but not behavior. Before the first model of an architecture is
-built, a tiny variant and a tiny original model with the same weights therefore read the same tokens. They read them
-at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does not
-change the states of random number generators.
+The module `transformers_internals` checks names and signatures, but not behavior. Therefore, before the first model of
+an architecture is built, a tiny variant and a tiny original model with the same weights read the same tokens. They
+read them at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does
+not change the states of random number generators.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,9 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
         expected = _outputs(upstream, config)
     except Exception as error:  # the original model fails, so the variant may be correct
         reason = f"{type(error).__name__}: {error}"
-        logger.warning(f"{upstream_class.__name__} of transformers {transformers.__version__} was not tried: {reason}")
+        logger.warning(
+            f"{upstream_class.__name__} of transformers {transformers.__version__} could not be compared: {reason}."
+        )
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
@@ -106,12 +108,15 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
                 ours.load_state_dict(upstream.state_dict())
             outputs = _outputs(ours, config)
         except Exception as error:
-            raise changed(f"a tiny {our_class.__name__} ends in {type(error).__name__}: {error}") from error
-        for how, one, other in zip(("at once", "in steps"), expected, outputs, strict=True):
+            raise changed(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
+        for how, one, other in zip(("for a whole text", "in decoding steps"), expected, outputs, strict=True):
             # Transformers has no shared heads, so the outputs of this variant are computed but not compared.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
-                raise changed(f"a tiny {our_class.__name__} that reads {how} is {difference:.0e} off upstream's")
+                raise changed(
+                    f"the outputs of a tiny {our_class.__name__} {how} differ from those of Transformers by "
+                    f"{difference:.0e}"
+                )
     return True
 
 

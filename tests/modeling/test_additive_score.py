@@ -259,9 +259,12 @@ def test_scores_by_place_are_checked_and_named(tmp_path):
         ({"score_function": "none"}, "`score_function` must be"),
         (
             {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
-            "`cross_score_function` and `cross_attention_kernel` cannot stand together",
+            "`cross_score_function` and `cross_attention_kernel` cannot be combined",
         ),
-        (ADDITIVE | {"cross_attention_kernel": "elu"}, "`score_function` and `cross_attention_kernel` cannot stand"),
+        (
+            ADDITIVE | {"cross_attention_kernel": "elu"},
+            "`score_function` and `cross_attention_kernel` cannot be combined",
+        ),
         ({"cross_attention_pattern": "local_blocks"}, "`cross_attention_pattern`"),
         ({"cross_attention_window": 4}, "`cross_attention_window`"),
     ):

@@ -175,7 +175,7 @@ def test_windows_by_layer_are_saved_and_loaded(tmp_path):
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
     with torch.no_grad():
         assert loaded(**BERT.batch("BertModel"))[0].equal(model(**BERT.batch("BertModel"))[0])
-    with pytest.raises(ValueError, match="attention_kernel='hybrid'"):
+    with pytest.raises(ValueError, match="`attention_kernel` must be 'hybrid'"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 
 

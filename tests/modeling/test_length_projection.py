@@ -80,7 +80,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
         expected = model(other)[0]
         assert loaded(other)[0].equal(expected)
         torch.testing.assert_close(program.module()(other)[0], expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="attention_kernel_features="):
+    with pytest.raises(ValueError, match="`attention_kernel_features` must be"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel_features=5)
 
 

@@ -139,7 +139,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
 
 def test_masks_it_cannot_follow_and_conversions_are_refused():
     model = encoder()
-    with pytest.raises(ValueError, match="mask must be boolean"):
+    with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
     whole = T5.model("T5ForConditionalGeneration", **SUMMARIES)
     with pytest.raises(ValueError, match="transient_global"):

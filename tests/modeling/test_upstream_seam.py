@@ -68,7 +68,7 @@ def test_the_folders_of_models_are_those_of_the_configurations():
 
 
 def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
-    with pytest.raises(UpstreamChanged, match="memory_store, and none of cache, past_key_values") as caught:
+    with pytest.raises(UpstreamChanged, match="memory_store, but none of cache, past_key_values") as caught:
         Arguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
@@ -78,10 +78,10 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
     )
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
-        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, where 2 are known"):
+        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, but this code expects 2"):
             Arguments(layer, ("states",), returns=2)
     with pytest.raises(
-        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, where mask is known"
+        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, but this code expects mask"
     ):
         transformers_internals.check_method(Layer, "forward", ("mask",))
     with pytest.raises(UpstreamChanged, match="`Layer` has no `reorder_cache`"):
@@ -277,5 +277,5 @@ def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypat
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
     head = next(iter(host.heads))
     for _ in range(2):  # whoever catches the first error gets the second
-        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
+        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ for a whole text differ"):
             getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))

@@ -141,8 +141,8 @@ class AttentionVariantMixin(_Attention):
             self.resolve_attn_implementation()
         if not self.is_own and wants_weights(self, kwargs):
             raise ValueError(
-                f'attn_implementation="{self.implementation}" computes no attention weights; '
-                'for `output_attentions=True` use "sdpa" or "eager".'
+                '`attn_implementation` must be "sdpa" or "eager" with `output_attentions=True`, got '
+                f'"{self.implementation}". Other implementations do not return attention weights.'
             )
         if cache is not None:
             prepare_cache(self, cache, encoder_outputs)

@@ -65,7 +65,10 @@ class KernelStateLayer(DynamicLayer):
         Raises:
             ValueError: always.
         """
-        raise ValueError("`attention_kernel` keeps sums over all tokens, of which none can be taken back: no crop.")
+        raise ValueError(
+            "`crop` is not supported by a cache with `attention_kernel`. The cache stores sums over all "
+            "tokens, from which no token can be removed."
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select the rows of other beams."""
@@ -101,12 +104,16 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.T
     has_window = encoder_outputs is None and module.key_range is not None
     if is_static and (has_window or module.kernel is not None or (heads.rank is None and heads.key != heads.value)):
         raise ValueError(
-            "`attention_pattern`, `attention_kernel` and a `num_value_heads` unlike the key heads need a dynamic "
-            f"cache, got {type(cache).__name__}."
+            "The cache must be dynamic with `attention_pattern`, with `attention_kernel`, and if "
+            f"`num_value_heads` differs from the number of key heads, got {type(cache).__name__}. Use a "
+            "`DynamicCache`."
         )
     if not module.supports_cache:
         name = "talking_heads_dynamic" if encoder_outputs is None else "cross_talking_heads_dynamic"
-        raise ValueError(f"`{name}` m2l and m2w need inputs that a cache does not hold. Pass `use_cache=False`.")
+        raise ValueError(
+            f"`use_cache` must be False with the terms m2l and m2w of `{name}`, got a cache. These terms "
+            "need the inputs of past tokens, which a cache does not store."
+        )
     if encoder_outputs is not None:
         return
     if module.kernel is not None:
@@ -121,8 +128,9 @@ def _keep_state(cache: Any, layer: int) -> None:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
         raise ValueError(
-            "`attention_kernel` needs a dynamic cache without entries, because it keeps sums over keys and values; "
-            f"got a {type(layers[layer]).__name__}."
+            "The cache must be dynamic and empty with `attention_kernel`, got a "
+            f"{type(layers[layer]).__name__} layer. Linear attention stores sums instead of keys and "
+            "values."
         )
 
 

@@ -77,8 +77,8 @@ def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | No
     one_row = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-3, -2))
     if not one_row:
         raise ValueError(
-            f"`attention_kernel` reads keys by sums that all queries share: a mask must be of keys alone, "
-            f"[b, 1, 1, m]; got {list(mask.shape)}."
+            "The mask must be the same for all queries with `attention_kernel`, [b, 1, 1, m], got "
+            f"{list(mask.shape)}. Pass a padding mask [b, m] to the model."
         )
     read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # the mask of a decoder covers all tokens seen
@@ -113,8 +113,8 @@ def kernel_attention_forward(
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:
         raise ValueError(
-            "`output_attentions=True` needs the keys of all tokens, of which `attention_kernel` keeps sums alone: "
-            "pass `use_cache=False`."
+            "`use_cache` must be False with `output_attentions=True` and `attention_kernel`, got a "
+            "cache. The weights need the keys of all tokens, and the cache stores only their sums."
         )
     kernel: Any = module.kernel
     if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):

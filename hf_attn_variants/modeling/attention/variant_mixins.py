@@ -91,8 +91,9 @@ class AttnVariantModelMixin(_Model):
         if not hasattr(config, DYNAMIC):
             wanted: Any = self.config_class
             raise ValueError(
-                f"{type(self).__name__} needs a variant configuration, got {type(config).__name__}: make one by "
-                f"`{wanted.__name__}.from_upstream(config, num_key_value_heads=...)`."
+                f"The configuration of {type(self).__name__} must be a variant configuration, got "
+                f"{type(config).__name__}. Use `{wanted.__name__}.from_upstream(config, "
+                "num_key_value_heads=...)`."
             )
         config.check_variant()
         compare_with_transformers(type(self))
@@ -203,7 +204,7 @@ class AttnVariantModelMixin(_Model):
         model._generate_as_configured()
         if adds:
             begin = describe_initialization(model.config)
-            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
+            logger.warning(f"{source} has no talking heads. {cls.__name__} adds them: {begin}.")
         warn_of_positions(model.config, source, kwargs)
         return loaded
 
@@ -260,7 +261,7 @@ def _check_installed(model: PreTrainedModel) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
-            raise changed(f"`{type(module).__name__}` stands at `{path}` of `{type(model).__name__}`")
+            raise changed(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
 
 
 def _install_variant(
@@ -273,7 +274,7 @@ def _install_variant(
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
-        raise changed(f"`{type(core).__name__}` stands at `{path}` of `{type(model).__name__}`")
+        raise changed(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())

@@ -71,7 +71,7 @@ def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
     """
     count = checked_count(field, value, heads)
     if heads % count:
-        raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
+        raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
 
 
@@ -85,8 +85,8 @@ def checked_rank(field: str, value: int | None, width: int) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
         raise ValueError(
-            f"`{field}` must be a whole number from 1 to {width}, the width of what keys and values are made from "
-            f"(None: no latent); got {value!r}."
+            f"`{field}` must be a whole number from 1 to {width}, the size of the inputs of keys and "
+            f"values, got {value!r}. Use None for no latent."
         )
     return value
 
@@ -100,9 +100,9 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
+        raise ValueError(f"`{field}` must be a whole number of at least 1, got {value!r}.")
     if value > MAX_HEADS:
-        raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
+        raise ValueError(f"`{field}` must be a whole number of at most {MAX_HEADS}, got {value}.")
     return value
 
 
@@ -113,8 +113,8 @@ def check_size(field: str, value: int, least: int, most: int | None = None) -> N
         ValueError: unless it is a whole number from `least` to `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
-        raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be a whole number {bounds}, got {value!r}.")
 
 
 def check_head_size(heads: int, hidden_size: int) -> None:
@@ -125,7 +125,7 @@ def check_head_size(heads: int, hidden_size: int) -> None:
     """
     if hidden_size % heads:
         raise ValueError(
-            f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {hidden_size}."
+            f"`num_attention_heads` must divide `hidden_size`, got {heads} heads for a hidden size of {hidden_size}."
         )
 
 
@@ -137,7 +137,7 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, 
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(
-            f"`{field}` must divide `{prefix}num_value_heads`: got {kv_heads} for {value_heads} value heads."
+            f"`{field}` must divide `{prefix}num_value_heads`, got {kv_heads} for {value_heads} value heads."
         )
 
 
@@ -164,7 +164,7 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
         ValueError: if it is not among `known`.
     """
     if value not in known:
-        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}; got {value!r}.")
+        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}, got {value!r}.")
 
 
 def check_buckets(config: Any) -> None:
@@ -177,8 +177,8 @@ def check_buckets(config: Any) -> None:
     # An encoder has half of the buckets for each side: half of those hold one distance each, the others a range.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
-            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than "
-            f"half of that; got {buckets} and {distance}."
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` "
+            f"must be more than half of it, got {buckets} and {distance}."
         )
 
 
@@ -206,4 +206,6 @@ def wrong_kinds_explained() -> Iterator[None]:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
+        raise ValueError(
+            f"Every field of the configuration must have a value of its type, got a value that raises {reason}."
+        ) from error

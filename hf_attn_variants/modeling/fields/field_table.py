@@ -159,9 +159,9 @@ def check_choice(name: str, value: Any) -> None:
     """
     prefix, row = row_of(name)
     known = (*row.choices_of(prefix), *row.default_names)
-    for each in value if row.kind is list and isinstance(value, list | tuple) else (value,):
-        if row.choices and each is not None and each not in known:
-            raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {each!r}.")
+    for choice in value if row.kind is list and isinstance(value, list | tuple) else (value,):
+        if row.choices and choice is not None and choice not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {choice!r}.")
 
 
 def variant_field(name: str) -> Any:

@@ -35,22 +35,27 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     if lists is None:
         return None
     if not isinstance(lists, Mapping):
-        raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {lists!r}.")
+        raise ValueError(f"`per_layer_values` must be {{field: [one value per layer]}}, got {lists!r}.")
     differing = {}
     for name, values in lists.items():
         _check_differs_by_layer(config, name)
         layers = config.layer_count(name)
         if not isinstance(values, list | tuple) or len(values) != layers:
-            raise ValueError(f"`per_layer_values` needs a list of {layers} values for `{name}`; got {values!r}.")
+            raise ValueError(f"`per_layer_values` must have a list of {layers} values for `{name}`, got {values!r}.")
         checked = [_checked(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
-            raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
+            raise ValueError(
+                f"`{name}` must be the same kernel in all layers, or None in some of them, got {checked}."
+            )
         whole, of_all = _of_all(name, checked), getattr(config, name)
         of_all = list(of_all) if isinstance(of_all, tuple) else of_all
         prefix, row = row_of(name)
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
         if of_all not in unsaid:
-            raise ValueError(f"`{name}` is {of_all} and `per_layer_values` gives its layers {checked}: leave it out.")
+            raise ValueError(
+                f"`{name}` must not be given together with its `per_layer_values`, got {of_all} and "
+                f"{checked}. Leave it out."
+            )
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):
             differing[name] = checked
@@ -66,14 +71,16 @@ def from_per_layer_config(
         ValueError: if a layer is not a whole number within the model, or if a field cannot differ between layers.
     """
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
-        raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}; got {by_layer!r}.")
+        raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}, got {by_layer!r}.")
     lists = {name: list(values) for name, values in (config.per_layer_values or {}).items()}
     for layer, fields in by_layer.items():
         for name, value in fields.items():
             _check_differs_by_layer(config, name)
             count = config.layer_count(name)
             if not str(layer).isdecimal() or int(layer) >= count:
-                raise ValueError(f"`per_layer_config` has layer {layer!r}; `{name}` has layers 0 to {count - 1}.")
+                raise ValueError(
+                    f"The layers of `{name}` in `per_layer_config` must be from 0 to {count - 1}, got {layer!r}."
+                )
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
     for name in lists:  # the value of the whole model was that of the unnamed layers
         setattr(config, name, None)
@@ -99,7 +106,10 @@ def value_or_list(values: Mapping[str, Any], name: str) -> Any:
 
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
-        raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
+        raise ValueError(
+            f"The fields of `per_layer_values` must be among {', '.join(config.by_layer_fields())}, got "
+            f"`{name}`. Set `{name}` for the whole model."
+        )
 
 
 def _of_all(name: str, values: list[Any]) -> LayerValue:

@@ -156,12 +156,14 @@ def check_patterns(config: Any) -> None:
             continue
         for name in pattern_class(pattern).needed:
             if (value := getattr(config, prefix + name)) == PATTERN_SIZES[name]:
-                raise ValueError(f'`{prefix}attention_pattern="{pattern}"` needs `{prefix}{name}`; got {value}.')
+                raise ValueError(
+                    f'`{prefix}{name}` must be given with `{prefix}attention_pattern="{pattern}"`, got {value}.'
+                )
         block, summary = (getattr(config, prefix + name) for name in ("attention_block_size", "num_summary_tokens"))
         if summary > (block or summary):
             raise ValueError(
-                f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`; got {summary} and "
-                f"{block}."
+                f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`, got {summary} "
+                f"and {block}."
             )
         pattern_class(pattern).check(config, prefix)
 
@@ -175,18 +177,18 @@ def checked_pattern_size(field: str, value: Any) -> Any:
     """
     if field.endswith("split_attention_heads"):
         if not isinstance(value, bool):
-            raise ValueError(f"`{field}` must be True or False; got {value!r}.")
+            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
         return value
     if value is None and field.endswith(("attention_window", "attention_block_size")):
         return None
     least, rule, wrong = 0, "a whole number", False
     if field.endswith("attention_window"):
-        least, rule, wrong = 2, "an even whole number, half of it on each side of a token", value and value % 2
+        least, rule, wrong = 2, "an even whole number", value and value % 2
     elif field.endswith(("dilation", "block_size")):
         least = 1
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or wrong or not least <= value <= MAX_SIZE:
-        raise ValueError(f"`{field}` must be {rule}, at least {least}; got {value!r}.")
+        raise ValueError(f"`{field}` must be {rule} of at least {least}, got {value!r}.")
     return value
 
 
@@ -240,7 +242,9 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
     for name in TALKING_FIELDS[1:]:
         value = getattr(config, prefix + name)
         if value is not None and (prefix or value not in defaults[name]):
-            raise ValueError(f"`{prefix}{name}` needs `{prefix}{KIND}`; got {value!r} without it.")
+            raise ValueError(
+                f"`{prefix}{KIND}` must be given with `{prefix}{name}`, got None for `{prefix}{name}` = {value!r}."
+            )
 
 
 def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
@@ -251,13 +255,14 @@ def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
     for name, projection in pairs:
         if talking.kind not in (projection, BOTH):
             raise ValueError(
-                f'`{group}{name}` needs `{group}{KIND}` "{projection}" or "{BOTH}"; got {talking.kind!r} for '
-                f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
+                f'`{group}{KIND}` must be "{projection}" or "{BOTH}" with this `{group}{name}`, got '
+                f"{talking.kind!r} for {heads} query heads, {talking.softmax} softmax heads and "
+                f"{talking.output} value heads."
             )
     if needed and talking.init == IDENTITY:
         raise ValueError(
-            f'`{group}{INIT}` must be "random" if the head counts differ; got "{IDENTITY}" for {heads} query heads, '
-            f"{talking.softmax} softmax heads and {talking.output} value heads."
+            f'`{group}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
+            f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
     kv_field = key_value_field(prefix)
     check_value_groups(kv_field, config.layer_value(kv_field, layer), heads, talking.output, group)

@@ -207,8 +207,8 @@ def check_foreign_class(config: Any, model_class: type) -> None:
     same = [name for base in model_class.__mro__ if (name := f"AttnVariant{base.__name__}") in known]
     classes = same[0] if same else f"a class of hf_attn_variants ({', '.join(known)})"
     raise ValueError(
-        f"{model_class.__name__} does not compute {shown} of this {type(config).__name__}, and its outputs would be "
-        f"wrong. Use {classes}, or load the model with an Auto class."
+        f"{model_class.__name__} does not compute {shown} of this {type(config).__name__}. Use "
+        f"{classes}, or load the model with an Auto class."
     )
 
 
@@ -300,9 +300,8 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
                     known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name
                     raise ValueError(
-                        f"The checkpoint {str(source)!r} has {shown}={pair[0]!r}, the configuration asks for "
-                        f"{pair[1]!r}: loading neither drops nor resizes learned heads, nor adds to learned "
-                        "projections. Use the checkpoint's own configuration."
+                        f"`{shown}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "
+                        "Loading does not change learned talking heads. Use the configuration of the checkpoint."
                     )
     return frozenset(added)
 
@@ -317,8 +316,8 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
     held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
     if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
-            f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
-            "Train it."
+            f"{source} was trained with learned positions. Sinusoidal positions replace them and change "
+            "the outputs. Train the model."
         )
 
 
@@ -346,9 +345,9 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
         elif name in config_class.rank_fields():
             checked_rank(name, value, width)
         raise ValueError(
-            f"The checkpoint {str(source)!r} has {name}={old}, the configuration asks for "
-            f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
-            f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
+            f"`{name}` must be {old} as in the checkpoint {str(source)!r}, got {value}. Convert the "
+            f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
+            f"OUTPUT_DIR` or `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
 
 
@@ -364,8 +363,8 @@ def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
         is_learned = any(kernel_class(each).learned for each in by_layer[name] if each in KERNELS)
         if (is_size or is_learned) and (other := value_or_list(asked, name)) != value:
             raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={value!r}, the configuration asks for {other!r}: loading "
-                "neither drops nor resizes what a kernel has learned. Use the checkpoint's own configuration."
+                f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
+                "does not change the parameters of a kernel. Use the configuration of the checkpoint."
             )
 
 
@@ -379,9 +378,8 @@ def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
     sizes = [[config.attention_value_dim(name) for name in fields] for config in (old, new)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"The checkpoint {str(source)!r} has value heads of {sizes[0][0]} numbers, the configuration asks for "
-            f"{sizes[1][0]} (`value_head_dim`): loading does not resize them. Use the checkpoint's own configuration, "
-            "or train a model from scratch."
+            f"`value_head_dim` must be {sizes[0][0]} as in the checkpoint {str(source)!r}, got "
+            f"{sizes[1][0]}. Use the configuration of the checkpoint, or train a model from scratch."
         )
 
 

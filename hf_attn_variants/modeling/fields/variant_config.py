@@ -173,7 +173,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if reasons and model_type is None:
             raise ValueError(reasons[0])
         if reasons:
-            logger.warning_once(f"The stored configuration has names without an effect. {' '.join(reasons)}")
+            logger.warning_once(f"The saved configuration has names without an effect. {' '.join(reasons)}")
         self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
@@ -352,7 +352,9 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
-            raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
+            raise ValueError(
+                f"The model type of a configuration for {cls.__name__} must be one of {expected}, got {model_type!r}."
+            )
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
         return cls(**(without_replaced(values, fields) | fields))

@@ -285,8 +285,8 @@ def as_full_attention(
     length, key_length = query.shape[2], key.shape[2]
     if not key_range.is_causal and not is_exporting() and key_length != length:
         raise ValueError(
-            f"`attention_pattern` reads keys by their distance: {length} tokens cannot read {key_length}, a prefix of "
-            f"{key_length - length} among them."
+            f"The keys must belong to the queries with `attention_pattern`, got {length} queries and "
+            f"{key_length} keys. Remove the prefix of {key_length - length} keys."
         )
     keys = torch.arange(key_length, device=query.device)
     queries = keys
@@ -296,8 +296,8 @@ def as_full_attention(
     bias = None if table is None else relative_bias(table, queries, keys)
     if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
         logger.warning_once(
-            f'attention_pattern={key_range.kind.name!r} as a mask of {length} x {key_length} numbers: "sdpa" without '
-            "`output_attentions` goes by blocks."
+            f"attention_pattern={key_range.kind.name!r} creates a mask of {length} x {key_length} "
+            'numbers. Use "sdpa" without `output_attentions` to avoid it.'
         )
     # In these cases, the `is_causal` argument of the attention function is sufficient, or a single query reads all
     # keys.

@@ -89,7 +89,7 @@ def talking_heads_attention(
     if backend == "auto" and (key_range is not None or not covers_device(query.device)):
         backend = "blocked"
     if backend == "triton" and not is_supported(operands):
-        raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
+        raise ValueError('`backend` must be "blocked" or "auto" for these inputs, got "triton".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     # tracing repeats the call without gradients and compares
@@ -131,7 +131,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(operands.query):
         chosen = _resolve(backend, operands, with_backward)
         if operands.key_range is None:
-            logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
+            logger.info_once(f"Talking heads on {operands.query.device.type} use the {chosen} backend.")
         output, for_backward = BACKENDS[chosen][0](operands)
     shape = _shape_for_backward(operands, backend)
     if for_backward.shape != shape:  # the blocked backend returns one number, which must have the declared shape

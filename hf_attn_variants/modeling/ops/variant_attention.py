@@ -105,8 +105,8 @@ def check_mask(mask: torch.Tensor | None) -> None:
     """
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
-            f"{mask.dtype}: make it `mask.bool()`."
+            "An attention mask of four dimensions must be boolean (True = attend) or floating-point "
+            f"numbers to add, got {mask.dtype}. Use `mask.bool()`."
         )
 
 

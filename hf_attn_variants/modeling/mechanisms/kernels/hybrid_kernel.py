@@ -119,7 +119,8 @@ class Hybrid(Hedgehog):
         prefix = field.removesuffix("attention_kernel")
         if prefix == "cross_":
             raise ValueError(
-                f'`{field}="hybrid"` is of self-attention: a query has no place among the keys of cross-attention.'
+                f'`{field}` must not be "hybrid". The kernel needs the positions of queries among the keys, '
+                "which cross-attention does not have."
             )
         window = f"{prefix}attention_window"
         layers = range(config.layer_count(window))
@@ -128,7 +129,7 @@ class Hybrid(Hedgehog):
         ]
         if None in values:
             got = values if any(values) else None
-            raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer that has it; got {got}.')
+            raise ValueError(f'`{window}` must be given in each layer with `{field}="hybrid"`, got {got}.')
 
     @property
     def key_range(self) -> KeyRange:

@@ -53,8 +53,8 @@ class TransientPattern(AttentionPattern):
         """
         if not (prefix and config.makes_summaries):
             raise ValueError(
-                f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
-                f"{config.model_type!r}."
+                f'`{prefix}attention_pattern` can be "transient_global" only in the encoder of T5, got '
+                f"model_type {config.model_type!r}."
             )
 
     @classmethod
@@ -169,8 +169,8 @@ def attend_with_summaries(
     """
     if mask is not None and not is_of_keys(mask):
         raise ValueError(
-            '`attention_pattern="transient_global"` sums blocks of tokens: its mask must be boolean and of padding '
-            f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
+            'The mask must be a boolean padding mask with `attention_pattern="transient_global"`, [b, n] '
+            f"or [b, 1, 1, n], got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
     moved = rolled_rows(module, mask, length)

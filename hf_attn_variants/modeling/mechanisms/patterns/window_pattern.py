@@ -65,11 +65,11 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
     if module.key_range is None or module.key_range.is_causal:  # attention without global tokens, as in a decoder
         return
     if hasattr(module, "has_relative_attention_bias"):
-        raise ValueError(f"`{MASK}` is for models without a bias by distance: use `encoder_num_global_tokens`.")
-    if mask.shape != states.shape[:2]:
         raise ValueError(
-            f"`{MASK}` must have a number for each token, {list(states.shape[:2])}; got {list(mask.shape)}."
+            f"`{MASK}` must be None for a model with a relative position bias. Use `encoder_num_global_tokens`."
         )
+    if mask.shape != states.shape[:2]:
+        raise ValueError(f"`{MASK}` must have one number per token, {list(states.shape[:2])}, got {list(mask.shape)}.")
 
 
 def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
