@@ -192,10 +192,10 @@ def _read_module(path: Path) -> _Module:
         names = frozenset(_defined(node))
         if "__all__" in names:
             continue
-        is_own_import = isinstance(node, ast.ImportFrom) and node.level > 0
+        is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
         if _is_for_type_checkers(node):
             continue
-        if not is_own_import:
+        if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
             whole = f"{comment}\n{source[1]}" if comment else source[1]
             body.append(_Definition(whole, names, frozenset(_used(node)), node))
@@ -203,7 +203,7 @@ def _read_module(path: Path) -> _Module:
             if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
                 module = child.module.rpartition(".")[2]
                 imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
-                needed += [module] if is_own_import else []
+                needed += [module] if is_relative else []
     return _Module(path.stem, _file_of(path), docstring, body, imported, needed)
 
 
@@ -251,9 +251,9 @@ def _reached(
     begun: set[str] = set()
 
     def use(module: _Module, definition: _Definition) -> None:
-        own = {name for statement in module.body for name in statement.names}
+        defined_here = {name for statement in module.body for name in statement.names}
         for name in definition.uses:
-            if name in own:
+            if name in defined_here:
                 wanted.append((module.name, name))
             elif name in module.imported:
                 wanted.append(module.imported[name])
@@ -318,7 +318,7 @@ def _file_text(
     texts: list[str] = []  # the docstring of each module, and its code
     for module in parts:
         body: list[str] = []
-        kept: list[_Definition] = []
+        definitions: list[_Definition] = []
         for definition in module.body:
             names = {name for name in definition.names if (module.name, name) in reached}
             if definition.names and not names:
@@ -327,23 +327,23 @@ def _file_text(
                 body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
                 _add_import(imports, (NAMES, "Missing"), "Missing", module, modules)
                 continue
-            kept.append(definition)
+            definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
                 _add_plain_import(plain, imports, definition.node, names)
             else:
                 body.append(_definition_text(definition, module, modules, names))
-        uses = {name for definition in kept for name in definition.uses}
+        uses = {name for definition in definitions for name in definition.uses}
         for name, place in module.imported.items():
             if name in uses and place in reached:
                 _add_import(imports, place, name, module, modules)
         if body:
             docstring = _as_comment(module.docstring) if texts else module.docstring
-            texts += [docstring if kept else "", _joined(body)]
+            texts += [docstring if definitions else "", _joined(body)]
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
-    own = [line for line in lines if line.startswith("from .")]
-    rest = [line for line in lines if line not in (*future, *own)]
-    head = "\n".join([*future, *plain, *rest, *own])
+    relative = [line for line in lines if line.startswith("from .")]
+    rest = [line for line in lines if line not in (*future, *relative)]
+    head = "\n".join([*future, *plain, *rest, *relative])
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
 
 

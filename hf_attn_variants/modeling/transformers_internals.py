@@ -121,7 +121,7 @@ class Arguments:
     ) -> None:
         place = f"`{owner.__name__}.{method}`"
         parameters = _parameters(owner, method)
-        self.order = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)
+        self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
         self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
         # Arguments that Transformers accepts under two names.
@@ -186,8 +186,8 @@ def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
     Args:
         names: the names that the file has defined so far, its `globals()`.
     """
-    classes = [each for each in names.values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    return {each.__bases__[-1]: each for each in classes if each.__module__ == names["__name__"]}
+    classes = [member for member in names.values() if isinstance(member, type) and issubclass(member, nn.Module)]
+    return {member.__bases__[-1]: member for member in classes if member.__module__ == names["__name__"]}
 
 
 def auto_class_names(model_type: str) -> dict[str, str]:
@@ -198,15 +198,15 @@ def auto_class_names(model_type: str) -> dict[str, str]:
     """
     with known_imports():
         from transformers.models.auto import modeling_auto
-    found: dict[str, str] = {}
-    for name in sorted(each for each in vars(modeling_auto) if each.startswith("AutoModel")):
+    class_names: dict[str, str] = {}
+    for name in sorted(auto_name for auto_name in vars(modeling_auto) if auto_name.startswith("AutoModel")):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         classes = getattr(mapping, "_model_mapping", {}).get(model_type, ())
         if classes:
-            found[name] = classes if isinstance(classes, str) else classes[0]
-    if "AutoModel" not in found:
+            class_names[name] = classes if isinstance(classes, str) else classes[0]
+    if "AutoModel" not in class_names:
         raise changed(f"`AutoModel` has no class for {model_type}")
-    return found
+    return class_names
 
 
 def check_called(owner: type, method: str, name: str) -> None:
@@ -233,8 +233,8 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
         UpstreamChanged: if the method is missing or has other arguments.
     """
     parameters = _parameters(owner, method)
-    first = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)[: len(names)]
-    needed = [name for name, each in parameters.items() if _is_needed(each) and name not in names]
+    first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
+    needed = [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in names]
     if first != names or needed:
         taken = ", ".join(parameters) or "nothing"
         raise changed(
@@ -284,7 +284,7 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     parameters = dict(inspect.signature(getattr(owner, method)).parameters)
     if not isinstance(static, staticmethod | classmethod):
         parameters.pop(next(iter(parameters)), None)
-    return {name: each for name, each in parameters.items() if each.kind not in _VARIABLE}
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIABLE}
 
 
 def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
@@ -324,7 +324,7 @@ def cache_name() -> str:
     """Return the name of the cache argument and output of models in this release."""
     with known_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
-    parts = {each.name: each for each in fields(BaseModelOutputWithPast)}
+    parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
     return _name_of("cache", parts, "`BaseModelOutputWithPast`")
 
 
@@ -453,7 +453,11 @@ def check_attention_function(owner: type) -> None:
         raise changed(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
-    needed = {name for name, each in parameters.items() if each.default is each.empty and each.kind not in _VARIABLE}
+    needed = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+    }
     if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KNOWN_BY_NAME - {*ATTENTION_ARGUMENTS}:
         raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 

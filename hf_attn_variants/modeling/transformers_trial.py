@@ -41,8 +41,8 @@ def compare_with_transformers(model_class: Any) -> None:
     if not is_newer(transformers.__version__, NEWEST_RUN):
         return
     if name in _tried:
-        if (found := _tried[name]) is not None:
-            raise UpstreamChanged(found)
+        if (reason := _tried[name]) is not None:
+            raise UpstreamChanged(reason)
         return
     _tried[name] = None  # set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -86,11 +86,11 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
         config = _tiny_config(our_class.config_class, fields)
         config._attn_implementation = implementation
         upstream = upstream_class(config).float().eval()
-        if any(each.is_meta for each in upstream.parameters()):
+        if any(parameter.is_meta for parameter in upstream.parameters()):
             return False
         drawn = torch.Generator().manual_seed(0)
-        for each in upstream.parameters():
-            each.copy_(torch.randn(each.shape, generator=drawn))
+        for parameter in upstream.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=drawn))
         expected = _outputs(upstream, config)
     except Exception as error:  # the original model fails, so the variant may be correct
         reason = f"{type(error).__name__}: {error}"
@@ -123,7 +123,7 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
 def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     """Return a configuration of Transformers for a tiny model without dropout."""
     upstream = next(
-        each for each in config_class.__mro__ if each.__dict__.get("model_type") in config_class.upstream_model_types
+        base for base in config_class.__mro__ if base.__dict__.get("model_type") in config_class.upstream_model_types
     )
     names = (*config_class.layer_fields, *config_class.size_fields)
     sizes = {name: 1 if name in config_class.layer_fields else HEADS * HEAD_DIM for name in names}

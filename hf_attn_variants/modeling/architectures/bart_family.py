@@ -60,8 +60,8 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         """
         states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
         if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs, each = rows_of_sentences(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
-            if encoder_outputs is not each:
+            encoder_outputs, repeated = rows_of_sentences(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
+            if encoder_outputs is not repeated:
                 args, kwargs = (), self.arguments.by_name(args, kwargs, encoder_outputs=encoder_outputs)
         dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:

@@ -127,8 +127,8 @@ def sdpa_attention_forward(
 
 def attention_function(name: str) -> Callable[..., AttentionResult]:
     """Return the attention function that is registered under a name."""
-    own = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
-    return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    function = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
+    return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
 OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}

@@ -153,11 +153,11 @@ def attend_to_latent(
     attend = attention_function(module.implementation)
     # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
     # the number of rows.
-    if layer is not None and any(has_hooks(each) for each in maps) and 0 < len(latent) < len(query):
+    if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
         latent, layer = repeat_for_beams(latent, len(query)), None
     # Tensors of the inference mode have no version counter that shows writes in place.
-    is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
-    if is_kept and is_short(latent):
+    can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
+    if can_store and is_short(latent):
         key, value = _kept_expanded(module, latent, maps, layer)
     elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
@@ -260,7 +260,7 @@ def absorbs(
         return False
     # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
     # cannot be replaced by its weight.
-    if M2L in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
+    if M2L in module.dynamic_names or not all(is_plain(linear, latent) for linear in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
@@ -302,16 +302,17 @@ def latent_flops(
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
     plain = (
-        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
+        nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        for linear in (key, value)
     )
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
-    is_kept = is_latent_cached and is_short(latent)
-    if not is_kept and absorbs(module, query, latent, (next(plain), next(plain)), {}):
+    is_stored = is_latent_cached and is_short(latent)
+    if not is_stored and absorbs(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
     # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
     # computes them again.
-    return (0, attends + attended * expanded) if is_step and not is_kept else (expanded, attends)
+    return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
 def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:

@@ -163,7 +163,7 @@ def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] =
             selects an adapter per row (`adapter_names`).
     """
     mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
-    if mark is None or any(has_hooks(each) for each in maps):
+    if mark is None or any(has_hooks(linear) for linear in maps):
         return encoder_outputs
     states, version = mark
     if version is None:  # a tensor of the inference mode has no version

@@ -78,7 +78,8 @@ class AttnVariantModelMixin(_Model):
         # list of Auto classes.
         names = {base.__name__ for base in cls.__mro__}
         auto_classes = getattr(cls.config_class, "auto_classes", {})
-        if (auto_class := next((each for each, name in auto_classes.items() if name in names), None)) is not None:
+        auto_class = next((auto_name for auto_name, name in auto_classes.items() if name in names), None)
+        if auto_class is not None:
             cls.register_for_auto_class(auto_class)
 
     @classmethod
@@ -243,6 +244,17 @@ def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]])
 
 
 def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
+    """Turn a module that Transformers built into an instance of its variant class.
+
+    Assigning `__class__` changes the methods of the object and nothing else. Its parameters, hooks and attributes, and
+    all references to it, stay as they are:
+
+        before   BertSelfAttention              query, key, value, dropout
+        after    AttnVariantBertSelfAttention   the same query, key, value and dropout, with the methods of the variant
+
+    A variant class only adds methods and has the Transformers class as its last base, so that both classes have the
+    same layout. The constructor of the variant class does not run. `_install_variant` adds the attributes instead.
+    """
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
         check_attributes(module, getattr(variant, "upstream_attributes", ()))

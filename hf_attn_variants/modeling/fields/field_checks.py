@@ -38,10 +38,10 @@ OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "i
 def _nearest(name: str, known: tuple[str, ...]) -> str | None:
     if (bare := without_prefix(name)) in known:
         return bare
-    spelled = {spelling: each for each in known for spelling in (_sorted_words(each), each)}
+    spelled = {spelling: candidate for candidate in known for spelling in (_sorted_words(candidate), candidate)}
     for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
-        if found := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
-            return spelled[found[0]]
+        if matches := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
+            return spelled[matches[0]]
     return None
 
 

@@ -89,7 +89,7 @@ def from_per_layer_config(
 
 def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration without those that `fields` replaces, as one value or per layer."""
-    by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
+    by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
     others = {name: value for name, value in values.items() if name not in new}
@@ -117,7 +117,7 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
     prefix, row = row_of(name)
     known = [value for value in values if value is not None]
     if row.kind is list:
-        return [each for each in DYNAMIC_PROJECTIONS if any(each in value for value in known)]
+        return [term for term in DYNAMIC_PROJECTIONS if any(term in value for value in known)]
     if row.kind is int or "talking" not in row.facts:
         return max(known, default=None)
     if row.default is not None:

@@ -85,7 +85,7 @@ class KernelFields(_Config):
     @classmethod
     def kernel_fields(cls) -> tuple[str, ...]:
         """Return the fields that select a kernel instead of a softmax and set its options."""
-        return tuple(each.name for each in fields(cls) if "kernel" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "kernel" in field.metadata)
 
 
 def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
@@ -112,8 +112,8 @@ def check_kernels(config: Any) -> None:
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
         check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
-    for each, name in kernels_of(config).items():
-        kernel_class(name).check(config, each)
+    for field, name in kernels_of(config).items():
+        kernel_class(name).check(config, field)
 
 
 # The sizes of patterns without their prefix, with their defaults.
@@ -200,7 +200,7 @@ def checked_talking_value(config: Any, name: str, value: Any) -> Any:
     """
     prefix, row = row_of(name)
     if row.name == DYNAMIC:
-        return [each for each in DYNAMIC_PROJECTIONS if each in (value or ())]
+        return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
         return checked_count(name, value, query_heads_there(config, prefix))
     return None if value == NONE else value or row.default
@@ -214,7 +214,7 @@ def check_talking_heads(config: Any) -> None:
             divide the value heads, or if an encoder would inherit values by layer.
     """
     for prefix in talking_places(config):
-        for name in (prefix + each for each in TALKING_FIELDS[1:]):
+        for name in (prefix + field for field in TALKING_FIELDS[1:]):
             if (value := getattr(config, name)) is not None:
                 setattr(config, name, checked_talking_value(config, name, value))
         _check_kind_is_given(config, prefix)

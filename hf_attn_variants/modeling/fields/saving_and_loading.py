@@ -90,7 +90,7 @@ def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str
     return {name: value for name, value in values.items() if name != "use_cache"}
 
 
-def without_same_size(config_class: Any, values: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def without_same_size(config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that are given, without a `value_head_dim` that is the size of the heads anyway.
 
     Args:
@@ -101,11 +101,11 @@ def without_same_size(config_class: Any, values: Mapping[str, Any], given: dict[
     Raises:
         ValueError: for a size that no head can have.
     """
-    if "value_head_dim" not in given:
-        return given
-    config = config_class.from_upstream(dict(values), value_head_dim=given["value_head_dim"])
+    if "value_head_dim" not in new_fields:
+        return new_fields
+    config = config_class.from_upstream(dict(values), value_head_dim=new_fields["value_head_dim"])
     is_same = config.value_head_dim is None
-    return {name: value for name, value in given.items() if not (is_same and name == "value_head_dim")}
+    return {name: value for name, value in new_fields.items() if not (is_same and name == "value_head_dim")}
 
 
 # This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
@@ -146,22 +146,22 @@ class SavedWithCode(_Saved):
         would otherwise silently create one of this class with an empty vocabulary.
         """
         names = ("auto_map", "tokenizer_class")
-        own: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         self.auto_map = self.own_auto_map() | without_repository(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
             write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
         finally:
-            self.__dict__.update(own)
+            self.__dict__.update(attributes)
         if push_to_hub:  # the Transformers method saves again and uploads all files of the folder
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def own_auto_map(cls) -> dict[str, str]:
         """Return the `auto_map` of a saved configuration."""
-        own = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
-        return own | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
+        auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
+        return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
 
 
 def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
@@ -218,12 +218,12 @@ def fields_in_effect(config: Any) -> list[str]:
     values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
     plain = type(config).from_dict(values | {"model_type": type(config).model_type})
     # Sizes and seeds change nothing without the mechanism that they belong to.
-    own = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
-    own |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
-    changed = [name for name in variant_fields if name in own and getattr(config, name) != getattr(plain, name)]
+    decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
+    decisive |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
+    changed = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
     # A latent as wide as its input takes no weights, and "absolute" names the architecture's own positions.
     idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}
-    idle |= {name for name in own if getattr(config, name) in ("absolute", NONE)}
+    idle |= {name for name in decisive if getattr(config, name) in ("absolute", NONE)}
     return [name for name in changed if name not in idle]
 
 
@@ -266,10 +266,10 @@ def adds_talking_heads(
     _check_values_kept(config_class, source, held, wanted)
     if not any(_talk(config_class, values) for values in (held, wanted)):
         return frozenset()
-    given = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
+    keywords = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
     old = config_class.from_dict(dict(held))
-    asked = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
-    return _added(source, old, config_class.from_dict(asked, **given))
+    wanted_values = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
+    return _added(source, old, config_class.from_dict(wanted_values, **keywords))
 
 
 def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
@@ -292,7 +292,7 @@ def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
     for prefix in talking_places(wanted):
         field = prefix + KIND
         for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
-            old, new = (TalkingHeads.of(each, prefix, layer) for each in (held, wanted))
+            old, new = (TalkingHeads.of(config, prefix, layer) for config in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
             for name, pair in old.kept_when_loaded(new, has_bias and prefix != "cross_"):
@@ -329,12 +329,12 @@ def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, A
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError if the wanted heads and ranks require a conversion of the checkpoint."""
     width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
-    asked = {*wanted, *(wanted.get("per_layer_values") or {})}
+    wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
         # A rank equal to the input width has no parameters.
         default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
         old, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
-        if name not in asked or value == old:
+        if name not in wanted_names or value == old:
             continue
         option, field = f"--{name} {value}", f"{name}={value}"
         if name in config_class.rank_fields() and held.get(name) is None:
@@ -353,15 +353,15 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 
 def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError if learned weights or random vectors of a kernel would be dropped or resized."""
-    asked = {**without_layer_values(held, wanted), **wanted}
+    wanted_values = {**without_layer_values(held, wanted), **wanted}
     old = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
-    kernels = [kernel_class(each) for values in by_layer.values() for each in values if each in KERNELS]
+    kernels = [kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
     has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
     for name, value in old.items():
         is_size = name == "attention_kernel_features" and has_size
-        is_learned = any(kernel_class(each).learned for each in by_layer[name] if each in KERNELS)
-        if (is_size or is_learned) and (other := value_or_list(asked, name)) != value:
+        is_learned = any(kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
+        if (is_size or is_learned) and (other := value_or_list(wanted_values, name)) != value:
             raise ValueError(
                 f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
                 "does not change the parameters of a kernel. Use the configuration of the checkpoint."

@@ -63,7 +63,9 @@ def register_with_peft(config_class: Any) -> None:
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
-            modules = next((table[each] for each in config_class.upstream_model_types if each in table), None)
+            modules = next(
+                (table[model_type] for model_type in config_class.upstream_model_types if model_type in table), None
+            )
             # It has no row for ALBERT, whose queries and values are called as BERT's.
             if modules is None and table.get("bert") == ["query", "value"]:
                 modules = table["bert"]
@@ -228,34 +230,34 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @classmethod
     def variant_fields(cls) -> tuple[str, ...]:
         """Return the fields that this package adds: first key/value heads, then ranks, then the others."""
-        own = [each for each in fields(cls) if "variant" in each.metadata]
-        own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
-        return tuple(each.name for each in own)
+        added = [field for field in fields(cls) if "variant" in field.metadata]
+        added.sort(key=lambda field: ("query_heads" not in field.metadata, "latent" not in field.metadata))
+        return tuple(field.name for field in added)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain a number of key/value heads."""
-        return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "query_heads" in field.metadata)
 
     @classmethod
     def rank_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain the rank of a latent."""
-        return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "latent" in field.metadata)
 
     @classmethod
     def talking_fields(cls) -> tuple[str, ...]:
         """Return the fields of the talking-heads projections."""
-        return tuple(each.name for each in fields(cls) if "talking" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "talking" in field.metadata)
 
     @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
         """Return the fields that select the keys of a query. The weights do not depend on these fields."""
-        return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "pattern" in field.metadata)
 
     @classmethod
     def from_scratch_fields(cls) -> tuple[str, ...]:
         """Return the fields that a conversion cannot set, because their models must be trained from scratch."""
-        return tuple(each.name for each in fields(cls) if "from_scratch" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "from_scratch" in field.metadata)
 
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:
@@ -317,8 +319,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         # This class loads base checkpoints, and Transformers would warn about their model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
-        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
-        return values | own if is_upstreams else values
+        adopted = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        return values | adopted if is_upstreams else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -328,17 +330,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
         names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
-        names |= {"is_decoder", "add_cross_attention"} & {each.name for each in fields(cls)}
+        names |= {"is_decoder", "add_cross_attention"} & {field.name for field in fields(cls)}
         # Transformers would set these fields after the checks of the configuration.
-        given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        if "num_attention_heads" in given:
-            given[heads_field] = given.pop("num_attention_heads")
-        if heads_field in given:  # counts that equal the old number of heads follow the new number
+        new_values = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in new_values:
+            new_values[heads_field] = new_values.pop("num_attention_heads")
+        if heads_field in new_values:  # counts that equal the old number of heads follow the new number
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
         with wrong_kinds_explained():  # Transformers logs the finished configuration
-            return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
+            return super().from_dict(without_replaced(config_dict, new_values) | new_values, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:

@@ -158,10 +158,10 @@ def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
 
 def describe_initialization(config: Any) -> str:
     """Return a description of the initialization of new talking heads and of its effect on the outputs."""
-    talking = [each for prefix in talking_places(config) for each in layers_of(config, prefix)]
-    if any(each.init == RANDOM for each in talking):
+    talking = [heads for prefix in talking_places(config) for heads in layers_of(config, prefix)]
+    if any(heads.init == RANDOM for heads in talking):
         return f'they are drawn at random (`{INIT}="{RANDOM}"`), and the outputs change: train them'
-    if any(each.dynamic for each in talking):
+    if any(heads.dynamic for heads in talking):
         return f"they begin as the identity, the terms of `{DYNAMIC}` as zeros, and no output changes"
     return "they begin as the identity, and no output changes"
 

@@ -75,12 +75,12 @@ def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: 
         most: the largest error that rounding can cause.
     """
     try:
-        found = errors()
+        measured = errors()
     except NO_FAILURES:
         raise
     except Exception as error:  # plain torch can still compute the call
         return failure(kernels, error)
-    wrong = [f"{name} by {value:.1e}" for name, value in found.items() if not value <= most]  # NaN is also an error
+    wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
     return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
@@ -94,9 +94,9 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
-def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
+def largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
     """Return the largest error of a query or key, relative to the root mean square over all of them."""
-    difference = (found.float().cpu() - expected).square()
+    difference = (actual.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
     if axis is None:  # gradients of parameters are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
@@ -182,8 +182,8 @@ def _disagreement(kind: _Kind) -> str | None:
     """Run a trial with both backends and return the reason if the kernels disagree, else None."""
 
     def errors() -> dict[str, float]:
-        found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
-        return {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
+        actual, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
+        return {name: largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
 
     return disagreement_of("the Triton kernels", errors, tolerance(kind.dtype))
 

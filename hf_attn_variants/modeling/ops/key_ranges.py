@@ -301,8 +301,8 @@ def as_full_attention(
         )
     # In these cases, the `is_causal` argument of the attention function is sufficient, or a single query reads all
     # keys.
-    is_told = not key_range.is_causal or length == 1 or (mask is None and key_length == length)
-    if not is_exporting() and key_range.covers(length, key_length) and is_told:
+    needs_no_mask = not key_range.is_causal or length == 1 or (mask is None and key_length == length)
+    if not is_exporting() and key_range.covers(length, key_length) and needs_no_mask:
         return mask, bias
     allowed = key_range.allowed(queries, keys)
     allowed = allowed[(None,) * (4 - allowed.dim())]

@@ -198,8 +198,11 @@ def fused_attention(
 
 
 def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
-    size = max(each.shape[-1] for each in heads)
-    return [each if each.shape[-1] == size else nn.functional.pad(each, (0, size - each.shape[-1])) for each in heads]
+    size = max(states.shape[-1] for states in heads)
+    return [
+        states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
+        for states in heads
+    ]
 
 
 def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:

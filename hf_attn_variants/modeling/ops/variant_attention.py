@@ -66,10 +66,10 @@ class VariantAttention(nn.Module):
 
 def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
     """Return True if the call arguments or the configuration request the attention weights of `module`."""
-    asked = kwargs.get("output_attentions")
+    requested = kwargs.get("output_attentions")
     # This function and the next one read the private field. The property of the configuration would cost microseconds
     # per layer and step.
-    return bool(module.config._output_attentions if asked is None else asked)
+    return bool(module.config._output_attentions if requested is None else requested)
 
 
 def implementation_of(module: VariantAttention) -> str:
@@ -86,13 +86,13 @@ def call_options(
     is_causal: bool | None,
 ) -> dict[str, Any]:
     """Return the scaling, the causality and the dropout for a call of the attention interface of Transformers."""
-    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         # A mask already contains the causal structure. A single query is the last token and attends to the whole
         # cache.
         # `torch.jit.trace` turns sizes into tensors, but the kernels of torch require a bool.
-        "is_causal": bool(mask is None and asked and query.shape[2] > 1),
+        "is_causal": bool(mask is None and causal and query.shape[2] > 1),
         "dropout": dropout,
     }
 

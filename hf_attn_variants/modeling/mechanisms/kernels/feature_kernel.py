@@ -54,9 +54,9 @@ def causal_sums(
     length, chunk = features.shape[2], min(CHUNK, features.shape[2])
     missing = -length % chunk
     queries = nn.functional.pad(queries.unflatten(2, (rows, length)), (0, 0, 0, missing))
-    features, values = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (features, values))
+    features, values = (nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in (features, values))
     queries = queries.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # [b, k, chunks, g C, F]
-    features, values = (each.unflatten(2, (-1, chunk)) for each in (features, values))  # [b, k, chunks, C, ...]
+    features, values = (tensor.unflatten(2, (-1, chunk)) for tensor in (features, values))  # [b, k, chunks, C, ...]
     within = features.mT @ values  # [b, k, chunks, F, x]
     after = within.cumsum(2) if sums is None else within.cumsum(2) + sums[:, :, None]
     weights = (queries @ features.mT).unflatten(3, (rows, chunk)).tril().flatten(3, 4)

@@ -70,7 +70,7 @@ class NearKeys(NamedTuple):
         read = read.expand(key.shape[0], -1, -1, -1)
         if state is None:
             front = (0, 0, key_range.before, 0)
-            return cls(*(nn.functional.pad(each, front) for each in (key, value, read)))
+            return cls(*(nn.functional.pad(tensor, front) for tensor in (key, value, read)))
         pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
@@ -85,7 +85,7 @@ class NearKeys(NamedTuple):
         older = features.shape[2] - key_range.before
         values = nn.functional.pad(self.values[:, :, :older], (0, 1), value=1.0)
         new = features[:, :, :older].mT @ values
-        return HybridState(new if sums is None else sums + new, *(each[:, :, older:] for each in self))
+        return HybridState(new if sums is None else sums + new, *(tensor[:, :, older:] for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Hybrid(Hedgehog):
             features, _ = self.key_features(module, near.keys, near.read, scaling)
             fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
-            rows = (fold.rows(each) for each in (query, self.query_features(module, query, scaling)))
-            queries, by_query = (each.unflatten(2, (fold.groups, -1)) for each in rows)
+            rows = (fold.rows(tensor) for tensor in (query, self.query_features(module, query, scaling)))
+            queries, by_query = (tensor.unflatten(2, (fold.groups, -1)) for tensor in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
             output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
             output = output.flatten(2, 3)
@@ -229,13 +229,13 @@ def attend_in_blocks_and_sums(
     count = -(-length // block)
     missing = count * block - length
     queries, query_features = (
-        nn.functional.pad(each, (0, 0, 0, missing)).unflatten(3, (count, block)).transpose(2, 3)
-        for each in (queries, query_features)
+        nn.functional.pad(tensor, (0, 0, 0, missing)).unflatten(3, (count, block)).transpose(2, 3)
+        for tensor in (queries, query_features)
     )  # [b, k, N, g, C, ...]
     values = nn.functional.pad(near.values, (0, 1), value=1.0)
     operands = [near.keys, values, key_features, near.read]
-    operands = [nn.functional.pad(each, (0, 0, 0, missing + key_range.after)) for each in operands]
-    spans = [each.unfold(2, block + around, block) for each in operands]  # [b, k, N, ..., S]
+    operands = [nn.functional.pad(tensor, (0, 0, 0, missing + key_range.after)) for tensor in operands]
+    spans = [tensor.unfold(2, block + around, block) for tensor in operands]  # [b, k, N, ..., S]
     is_near, is_far = _places(block, key_range, queries.device)
     logits = queries.flatten(3, 4) @ spans[0] * scaling
     logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
@@ -253,8 +253,8 @@ def _places(block: int, key_range: KeyRange, device: torch.device) -> tuple[torc
     """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
-    is_before, is_behind = distance < 0, distance > around
-    return ~(is_before | is_behind), is_before if key_range.is_causal else is_before | is_behind
+    is_before, is_after = distance < 0, distance > around
+    return ~(is_before | is_after), is_before if key_range.is_causal else is_before | is_after
 
 
 def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
@@ -283,12 +283,12 @@ def _sums_of_others(
     before = torch.cat([first, first + before[:, :, :-1]], dim=2)
     if is_causal:
         return before
-    behind = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
-    return before + nn.functional.pad(behind[:, :, 1:], (0, 0, 0, 0, 0, 1))
+    after = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
+    return before + nn.functional.pad(after[:, :, 1:], (0, 0, 0, 0, 0, 1))
 
 
 def _block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
-    features, values = (each.unflatten(2, (-1, block)) for each in (features, values))
+    features, values = (tensor.unflatten(2, (-1, block)) for tensor in (features, values))
     return features.mT @ values
 
 

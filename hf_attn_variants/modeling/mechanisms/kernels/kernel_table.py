@@ -23,7 +23,7 @@ def kernel_class(name: str) -> "type[AttentionKernel]":
     from .linformer_kernel import Linformer
     from .rfa_kernel import Rfa
 
-    return {each.name: each for each in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
+    return {kernel.name: kernel for kernel in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
 
 
 def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:

@@ -30,7 +30,7 @@ def pattern_class(name: str) -> "type[AttentionPattern]":
 
     classes: tuple[type[AttentionPattern], ...] = (SlidingWindow, RandomBlocks, Strided, Fixed, LocalBlocks)
     classes += (DilatedBlocks, MemoryCompressed, TransientPattern)
-    return {each.name: each for each in classes}[name]
+    return {pattern.name: pattern for pattern in classes}[name]
 
 
 def has_pattern(config: Any, is_causal: bool | None = None) -> bool:

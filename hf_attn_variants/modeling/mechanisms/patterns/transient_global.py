@@ -176,14 +176,14 @@ def attend_with_summaries(
     moved = rolled_rows(module, mask, length)
     if moved is not None and mask is not None:
         states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
-        operands = tuple(moved.rolled(each, 2) for each in operands)
+        operands = tuple(moved.rolled(tensor, 2) for tensor in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
     refuse_unknown(kwargs)
-    asked = wants_weights(module, kwargs)
-    rows = length if asked or is_exporting() else SUMMARY_ROWS
-    attend = _attend(module, dropout, asked)
+    with_weights = wants_weights(module, kwargs)
+    rows = length if with_weights or is_exporting() else SUMMARY_ROWS
+    attend = _attend(module, dropout, with_weights)
     tensors = (*operands, *summaries, *(() if tables is None else (tables,)))
     learns = rows < length and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     outputs = []
@@ -192,18 +192,18 @@ def attend_with_summaries(
         call = partial(_block, attend, module.key_range.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
-    output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
+    output, weights = outputs[0] if with_weights else (torch.cat(outputs, 1), None)
     if moved is None:
         return output, weights
     return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
 
 
-def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[..., Any]:
+def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
-    if not (asked or module.projection_names or module.score is not None):
+    if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
     options |= {name: getattr(module, name, None) for name in (*PROJECTIONS, "score")}
-    if asked:
+    if with_weights:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
