@@ -2,13 +2,13 @@
 
 Transformers looks for relative imports only next to a file, and it requests each file of a repository separately.
 Therefore the modules of a folder are joined into one file in the order of their imports, and only the definitions that
-the model can reach are written. The steps are:
+the model uses are written. The steps are:
 
-    modules ──parse──> definitions ──follow names──> those that the model reaches ──join──> files
+    modules ──parse──> definitions ──follow names──> definitions that the model uses ──join──> files
 
 The search starts at the model's own file and follows each name that a definition uses. It stops at the names in
-`ENTRY_POINTS` whose mechanism the configuration does not use: a stub takes their place, and whatever only they reach
-is left out. This file is not part of a repository, which copies its own files when its model is saved again.
+`ENTRY_POINTS` whose mechanism the configuration does not use. A stub replaces such a name, and definitions that only
+it uses are omitted. This file is not part of a repository, which copies its own files when its model is saved again.
 """
 
 import ast
@@ -39,7 +39,7 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/composition.py`).
+# The names at which the code of mechanisms begins: {name: mechanisms that need it} (`fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_added": ("talking_heads",),
@@ -104,8 +104,8 @@ class _Definition(NamedTuple):
 
     Args:
         text: its source.
-        names: what it defines; nothing for a statement that only has an effect.
-        uses: the names in it.
+        names: the names that it defines. A statement that only has an effect defines none.
+        uses: the names that it uses.
         node: its syntax tree.
     """
 
@@ -140,8 +140,8 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """Return the files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of what the repository must define; the name "*" means all of a module.
-        mechanisms: the mechanisms of the model; None = all there are.
+        roots: (module, name) of the definitions that the repository must have. The name "*" selects a whole module.
+        mechanisms: the mechanisms of the model; None = all.
 
     Example:
         >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
@@ -245,7 +245,7 @@ def _is_annotation(text: str) -> bool:
 def _reached(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
-    """Return (module, name) of each definition that is reached from the roots, those of stubs among them."""
+    """Return (module, name) of each definition that the roots use directly or indirectly, including stubs."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
     begun: set[str] = set()
@@ -259,7 +259,7 @@ def _reached(
                 wanted.append(module.imported[name])
 
     def begin(module: _Module) -> None:
-        """Keep the statements that have an effect, such as a registration, of a module that is a part of the code."""
+        """Follow the statements of a module that have an effect, such as a registration."""
         if module.name not in begun:
             begun.add(module.name)
             for definition in module.body:
@@ -312,7 +312,7 @@ def _file_text(
     reached: set[tuple[str, str]],
     stubs: Mapping[str, tuple[str, ...]],
 ) -> str:
-    """Return the text of a file that some modules are joined into: their imports, then what is reached of each."""
+    """Return the text of a joined file: the imports of its modules, and the definitions of each that are used."""
     imports: dict[str, set[str]] = {}
     plain: dict[str, None] = {}
     texts: list[str] = []  # the docstring of each module, and its code
@@ -377,7 +377,7 @@ def _add_plain_import(
 
 
 def _guarded_imports(block: ast.With, names: set[str]) -> str:
-    """Return a block of imports with the names that are reached."""
+    """Return a block of imports with the names that are used."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
@@ -405,7 +405,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
     """Return the source of a statement, with imports inside it changed to those of a repository.
 
     Args:
-        names: what is reached of the statement; a block of guarded imports keeps these names only.
+        names: the used names of the statement. A block of guarded imports contains only these.
     """
     if isinstance(definition.node, ast.With):
         return _guarded_imports(definition.node, names)
@@ -425,7 +425,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 
 
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
-    """Write into the files which mechanisms they contain, and a digest, which keeps their registered names apart."""
+    """Write the included mechanisms and a digest into the files. The digest is a part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
     files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)

@@ -27,11 +27,11 @@ MODEL_FOLDERS = (
     *("umt5", "whisper"),
 )
 
-# The format of a configuration's fields. Other numbers, and none, were used before the first release, with other
-# meanings for padded rows.
+# The format of the fields of a configuration. Configurations from before the first release have other numbers or none,
+# and another treatment of padded rows.
 CONFIG_FORMAT = 5
 
-# In a repository these two lines are others: the mechanisms that its code includes, and a digest of that code.
+# `code_builder` replaces these two values in a repository: the mechanisms that its code includes, and its digest.
 INCLUDED: tuple[str, ...] | None = None
 CODE_DIGEST = ""
 
@@ -62,7 +62,7 @@ class Missing:
     name = ""  # no field of a configuration has this value
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error that says which code is missing."""
+        """Raise an error that names the missing code."""
         raise ImportError(
             f"This repository does not include `{cls.__name__}` ({', '.join(cls.mechanisms)}), because its model does "
             "not use it. Install hf_attn_variants and import it before you load the model."

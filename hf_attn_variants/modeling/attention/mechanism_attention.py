@@ -227,7 +227,7 @@ def sdpa_with_mechanisms(
 
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
-    """Return the talking-heads projections of a module by name."""
+    """Return a dictionary with the talking-heads projections of a module."""
     return {name: getattr(module, name, None) for name in PROJECTIONS}
 
 

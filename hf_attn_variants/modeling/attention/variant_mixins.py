@@ -247,7 +247,7 @@ def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     """Turn a module that Transformers built into an instance of its variant class.
 
     Assigning `__class__` changes the methods of the object and nothing else. Its parameters, hooks and attributes, and
-    all references to it, stay as they are:
+    all references to it, do not change:
 
         before   BertSelfAttention              query, key, value, dropout
         after    AttnVariantBertSelfAttention   the same query, key, value and dropout, with the methods of the variant

@@ -37,14 +37,14 @@ MECHANISMS = {
     "score_function": "additive_score",
     "talking_heads": "talking_heads",
 }
-# Values that select nothing: "absolute" is the name of an architecture's own positions.
+# Values that select no mechanism: "absolute" selects the positions of the architecture.
 IDLE = (None, NONE, "absolute")
 
 
 def used_mechanisms(config: Any) -> frozenset[str]:
     """Return the mechanisms that attention modules of a configuration use.
 
-    Grouped heads are not among them: every repository includes these.
+    Grouped heads are not in the result, because every repository includes them.
 
     Example:
         >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))

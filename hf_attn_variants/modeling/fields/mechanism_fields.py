@@ -143,11 +143,11 @@ class BlockPatternFields:
 
 
 def check_patterns(config: Any) -> None:
-    """Check the pattern fields of a configuration, each stack's.
+    """Check the pattern fields of the encoder and the decoder.
 
     Raises:
-        ValueError: if a size breaks its rule, a pattern has no size that it needs, or a pattern cannot be part of this
-            model (`AttentionPattern.check`).
+        ValueError: if a size breaks its rule, if a required size is missing, or if the model does not support the
+            pattern (`AttentionPattern.check`).
     """
     for prefix in pattern_prefixes(config):
         for name in PATTERN_SIZES:
@@ -169,11 +169,12 @@ def check_patterns(config: Any) -> None:
 
 
 def checked_pattern_size(field: str, value: Any) -> Any:
-    """Return the value of a pattern's field.
+    """Return the value of a pattern field.
 
     Raises:
-        ValueError: unless a window is an even whole number from 2 (or None), a block's size (or None) and a dilation
-            whole numbers from 1, `split_attention_heads` a boolean, and the others whole numbers from 0.
+        ValueError: if the value breaks the rule of its field. A window is an even number of at least 2 or None. A
+            block size is at least 1 or None, and a dilation is at least 1. `split_attention_heads` is a boolean. The
+            other fields are whole numbers of at least 0.
     """
     if field.endswith("split_attention_heads"):
         if not isinstance(value, bool):
@@ -193,10 +194,10 @@ def checked_pattern_size(field: str, value: Any) -> Any:
 
 
 def checked_talking_value(config: Any, name: str, value: Any) -> Any:
-    """Return the value of a field of talking heads in one layer, whose choices are checked already.
+    """Return the value of a talking-heads field in one layer. Its choices must already be checked.
 
     Raises:
-        ValueError: if it is a head count that is not a whole number from 1.
+        ValueError: if it is a head count, but not a whole number of at least 1.
     """
     prefix, row = row_of(name)
     if row.name == DYNAMIC:
@@ -207,11 +208,11 @@ def checked_talking_value(config: Any, name: str, value: Any) -> Any:
 
 
 def check_talking_heads(config: Any) -> None:
-    """Check the fields of talking heads, place by place and layer by layer, and fill in what was not given.
+    """Check the talking-heads fields of each place and layer, and fill in the default values.
 
     Raises:
-        ValueError: if fields need a projection that `talking_heads` does not give, if the key/value heads do not
-            divide the value heads, or if an encoder would inherit values by layer.
+        ValueError: if a field requires a projection that `talking_heads` does not select, if the key/value heads do
+            not divide the value heads, or if an encoder would inherit per-layer values.
     """
     for prefix in talking_places(config):
         for name in (prefix + field for field in TALKING_FIELDS[1:]):
@@ -234,7 +235,7 @@ def check_talking_heads(config: Any) -> None:
 
 
 def _check_kind_is_given(config: Any, prefix: str) -> None:
-    """Check that a place whose other fields are given says which projections it has."""
+    """Check that `talking_heads` is set at a place whose other talking-heads fields are set."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
     heads = config.num_attention_heads, query_heads_there(config, prefix)

@@ -43,21 +43,21 @@ __all__ = [
 
 
 def wrong_name(config_class: Any, name: str) -> str | None:
-    """Return what is wrong with a name that is nearly that of a variant field.
+    """Return an error message for a name that resembles a variant field.
 
-    Transformers accepts every name, so that a misspelt field would change nothing without an error.
+    Transformers accepts every name, so a misspelled field would have no effect and raise no error.
 
     Args:
-        config_class: the configuration's.
-        name: a keyword.
+        config_class: the class of the configuration.
+        name: a keyword argument.
 
     Returns:
-        A sentence with the name that is probably meant; None for a field, and for a name that is like none.
+        A message with the field that is probably meant, or None if the name is a field or resembles none.
     """
     known = config_class.variant_fields()
     if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
         return None
-    # A field with the prefix of a place that this architecture does not have is nearly a field too.
+    # A field with the prefix of a place that this architecture does not have also resembles a field.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
     meant = nearest(name, known) or prefixed.get(nearest(name, prefixed) or "")
     return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
@@ -75,15 +75,15 @@ def _upstream_names() -> set[str]:
 
 
 def stored_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without the optional fields that are not set."""
+    """Return the values of a configuration without the optional fields that are not set."""
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
 
 
 def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without those that newly given fields replace."""
+    """Return the values of a configuration without those that new fields replace."""
     values = without_layer_values(values, fields)
-    # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
-    # default again.
+    # `use_cache=False` was saved because the old dynamic projections do not support a cache. With other ones, the
+    # default of Transformers applies again.
     named = {*fields, *(fields.get("per_layer_values") or ())}
     if DYNAMIC not in named or supports_cache(values.get(DYNAMIC)):
         return values
@@ -91,15 +91,15 @@ def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str
 
 
 def without_same_size(config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that are given, without a `value_head_dim` that is the size of the heads anyway.
+    """Return new fields without a `value_head_dim` that equals the size of the query heads.
 
     Args:
-        config_class: of the values.
-        values: what a configuration says, upstream's or ours.
-        given: fields on top of it.
+        config_class: the class of the variant configuration.
+        values: the values of a configuration of Transformers or of a variant.
+        new_fields: the fields that update these values.
 
     Raises:
-        ValueError: for a size that no head can have.
+        ValueError: if the size is invalid.
     """
     if "value_head_dim" not in new_fields:
         return new_fields
@@ -175,10 +175,10 @@ LIBRARY = "transformers.models."
 def foreign_class() -> type | None:
     """Return the model class of Transformers whose constructor is running, unless a class of this package runs it.
 
-    A class that only holds other models, each with a constructor of its own, is not such a class.
+    A class that only contains other models does not count, because these models have their own constructors.
 
-    Remote code may load a configuration and its model from two copies of this module, so the call stack is searched:
-    no variable of this module is in both, and Transformers does not tell a configuration which model it is for.
+    The function searches the call stack, because Transformers does not pass the model class to the configuration. A
+    variable of this module would not work: remote code may load a configuration and its model from two copies of it.
     """
     built: list[type] = []
     frame = inspect.currentframe()
@@ -195,10 +195,10 @@ def foreign_class() -> type | None:
 
 
 def check_foreign_class(config: Any, model_class: type) -> None:
-    """Check that a model class of Transformers computes what a configuration says.
+    """Check that a model class of Transformers computes the same as a variant with this configuration.
 
     Raises:
-        ValueError: if a field changes the outputs.
+        ValueError: if a variant field changes the outputs.
     """
     if not (in_effect := fields_in_effect(config)):
         return
@@ -213,15 +213,15 @@ def check_foreign_class(config: Any, model_class: type) -> None:
 
 
 def fields_in_effect(config: Any) -> list[str]:
-    """Return the variant fields whose values make a model differ from Transformers' own of the same sizes."""
+    """Return the variant fields whose values change the model, compared with the model of Transformers."""
     variant_fields = config.variant_fields()
     values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
     plain = type(config).from_dict(values | {"model_type": type(config).model_type})
-    # Sizes and seeds change nothing without the mechanism that they belong to.
+    # Sizes and seeds have no effect without the mechanism that they belong to.
     decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
     decisive |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
     changed = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
-    # A latent as wide as its input takes no weights, and "absolute" names the architecture's own positions.
+    # A latent as wide as its input has no parameters, and "absolute" selects the positions of the architecture.
     idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}
     idle |= {name for name in decisive if getattr(config, name) in ("absolute", NONE)}
     return [name for name in changed if name not in idle]

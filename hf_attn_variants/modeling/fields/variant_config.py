@@ -59,14 +59,14 @@ TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def register_with_peft(config_class: Any) -> None:
-    """Add a model type to peft's tables of default target modules, with the modules of Transformers' own."""
+    """Add a model type to the tables of default target modules in peft, with the modules of the base model type."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
             modules = next(
                 (table[model_type] for model_type in config_class.upstream_model_types if model_type in table), None
             )
-            # It has no row for ALBERT, whose queries and values are called as BERT's.
+            # peft has no row for ALBERT, whose query and value layers have the same names as those of BERT.
             if modules is None and table.get("bert") == ["query", "value"]:
                 modules = table["bert"]
             if modules is not None:
@@ -76,8 +76,8 @@ def register_with_peft(config_class: Any) -> None:
 def register_with_sentence_transformers(config_class: Any) -> None:
     """Let sentence-transformers load the encoder of a T5 or UMT5 by its Auto class, if the library is imported.
 
-    Its table names Transformers' own encoder for each subclass of `T5Config`. The first entry that fits is used, and
-    the Auto class finds the encoder of this package in remote code too.
+    Its table has the encoder of Transformers for each subclass of `T5Config`. The first matching row applies, and the
+    Auto class also finds the encoder of this package in remote code.
     """
     library = sys.modules.get("sentence_transformers.base.modules.transformer")
     table = getattr(library, "_ENCODER_ONLY_MODELS", None)

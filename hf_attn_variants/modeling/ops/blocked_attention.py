@@ -205,7 +205,7 @@ class _Call:
             yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
     def queries(self, block: _Block) -> Tensor:
-        """Return the queries [B * k, g * r, d], with the heads of a group stacked as rows, which read the same keys."""
+        """Return the queries [B * k, g * r, d], with the heads of a group stacked as rows of the same keys."""
         query = group(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
@@ -431,7 +431,7 @@ def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) -> None:
-    """Add weights^T states to the total [B, k, m, x], for weights [B, h, r * m] and states [B * k, g * r, x]."""
+    """Add the product of transposed weights [B, h, r * m] and states [B * k, g * r, x] to the total [B, k, m, x]."""
     weights, at = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
     for span in block.spans:
         part, count = total[:, :, span].flatten(0, 1), _count(span)  # a view

@@ -170,8 +170,8 @@ LATENT_DTYPES = (torch.bfloat16, torch.float16)
 MOST_LATENT_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
 # The launch settings were measured only on Hopper. Other GPUs have less shared memory or other matrix units.
 MEASURED_CAPABILITY = 9
-# Outside a compiled graph, Python needs about 0.1 ms longer to launch two Triton kernels than one kernel of torch. This
-# is faster from this number of bytes on.
+# Outside a compiled graph, Python needs about 0.1 ms longer to launch two Triton kernels than one kernel of torch. The
+# Triton kernels are faster from this number of bytes on.
 LEAST_BYTES = 2**29
 # The tolerated relative error of a row in the trial. It is far above rounding errors and far below the error of one
 # missing key.

@@ -2,8 +2,15 @@
 
 Blocks, global tokens, summaries, compressed keys and projections along the length depend on positions in the text. A
 row with padding on the left is rolled, so that its text begins at position 0 and the padding follows the text. Its
-outputs are rolled back. Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which
-decoders also use, receives the position of the first token of each row instead.
+outputs are rolled back:
+
+    positions         0 1 2 3 4 5
+    row with padding  . . a b c d      first = 2
+    rolled            a b c d . .      position i has the token of position (i + first) % n
+    rolled back       . . a b c d      position i has the output of position (i - first) % n
+
+Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which decoders also use, receives the
+position of the first token of each row instead.
 
 The letters are defined in `softmax_attention`.
 """

@@ -99,8 +99,9 @@ if triton is not None:
     ):  # fmt: skip
         """Load one block of scores [c, h_k], and return it with the logits of the softmax heads [c, h]."""
         inside = offs_c < end
-        # Loading the whole padded row allows wide loads. The padding was never written, so sums over the positions need
-        # zeros instead (ZEROED). The logits do not need them, because positions outside the row are excluded below.
+        # Loading the whole padded row allows wide loads. The padding was never written, so sums over the positions
+        # need zeros instead (ZEROED). The logits do not need them, because later code excludes positions outside the
+        # row.
         scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
         if ZEROED:
             scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
@@ -121,7 +122,7 @@ if triton is not None:
 
     @triton.jit
     def _kept(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
-        """Return the dropout factors [c, h_v], 1 / (1 - dropout) or 0. They do not depend on the pass or the chunks."""
+        """Return the dropout factors [c, h_v], 1 / (1 - dropout) or 0, which are the same in both passes."""
         position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
         head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
         zero = tl.zeros_like(position)
@@ -140,7 +141,7 @@ if triton is not None:
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ONE_BLOCK: tl.constexpr,
         ZEROED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Compute the mixed weights of one query row from its scores, for all heads, and store the row statistics."""
+        """Compute the mixed weights of all heads of one query row from its scores, and store the row statistics."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
@@ -489,8 +490,8 @@ def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int
 
 
 def _forward_settings(call: _TritonCall) -> dict:
-    # A row that fits into the registers is read once, and a longer one is read twice in blocks. Several stages load ahead
-    # of the arithmetic, but only with few loads, because consumer cards have 99 KB of shared memory.
+    # A row that fits into the registers is read once, and a longer one is read twice in blocks. Several stages load
+    # ahead of the arithmetic, but only with few loads, because consumer cards have 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
     block = max(16, triton.next_power_of_2(call.key_length))
