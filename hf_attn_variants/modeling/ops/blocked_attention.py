@@ -336,15 +336,12 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Operands) -> list[Tensor]:
-    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
-
-    A gradient that is not needed is an empty tensor.
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj (empty if not needed).
 
     Args:
         d_output: the gradient of the outputs [b, n, h_v, d_v].
         threads: the number of threads that the forward pass returned.
         wants_bias: True if the position bias needs a gradient.
-        operands: the operands of the forward pass.
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if wants_bias else None
