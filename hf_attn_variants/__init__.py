@@ -18,7 +18,7 @@ _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from . import public as _public
-    from .public import *  # noqa: F403
+    from .public import *
 
     if not TYPE_CHECKING:  # for the reason given in `public`
         __all__ = ["convert", "quantize", "share_memory", *_public.__all__]

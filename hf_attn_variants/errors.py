@@ -122,7 +122,8 @@ def _exit_status(status: int, message: str = "") -> int:
 
 
 def _is_upstream_changed(error: Exception) -> bool:
-    module = sys.modules.get("hf_attn_variants.modeling.upstream")  # importing it here might fail for the same reason
+    # Importing the module here might fail for the same reason.
+    module = sys.modules.get("hf_attn_variants.modeling.transformers_internals")
     return module is not None and isinstance(error, module.UpstreamChanged)
 
 

@@ -2,20 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from .modeling.architectures.configuration_attn_variants import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_albert import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_bart import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_bert import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_distilbert import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_electra import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_m2m_100 import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_marian import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_mbart import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_pegasus import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_roberta import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_t5 import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_umt5 import *  # noqa: F403
-from .modeling.architectures.modeling_attn_variant_whisper import *  # noqa: F403
+from .modeling.architectures.configuration_attn_variants import *
+from .modeling.architectures.modeling_attn_variant_albert import *
+from .modeling.architectures.modeling_attn_variant_bart import *
+from .modeling.architectures.modeling_attn_variant_bert import *
+from .modeling.architectures.modeling_attn_variant_distilbert import *
+from .modeling.architectures.modeling_attn_variant_electra import *
+from .modeling.architectures.modeling_attn_variant_m2m_100 import *
+from .modeling.architectures.modeling_attn_variant_marian import *
+from .modeling.architectures.modeling_attn_variant_mbart import *
+from .modeling.architectures.modeling_attn_variant_pegasus import *
+from .modeling.architectures.modeling_attn_variant_roberta import *
+from .modeling.architectures.modeling_attn_variant_t5 import *
+from .modeling.architectures.modeling_attn_variant_umt5 import *
+from .modeling.architectures.modeling_attn_variant_whisper import *
 from .modeling.variant_names import ATTN_VARIANTS_VERSION as __version__
 from .registration import register
 

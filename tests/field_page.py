@@ -6,8 +6,7 @@
 from pathlib import Path
 
 from hf_attn_variants.modeling.fields.composition import REFUSED
-from hf_attn_variants.modeling.fields.field_table import FIELDS, Field
-from hf_attn_variants.modeling.fields.field_texts import FIELD_TEXTS
+from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, FIELDS, Field
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias
 

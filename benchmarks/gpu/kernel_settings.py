@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.cells import Cells, main
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants.modeling.ops import triton_attention
-from hf_attn_variants.modeling.ops.attention_operands import Operands
+from hf_attn_variants.modeling.ops.blocked_attention import Operands
 
 HEADS, HEAD_DIM, TOKENS = 12, 64, 16384
 LENGTHS = (2048, 512, 8192)

@@ -34,8 +34,8 @@ from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 from hf_attn_variants.reference.linear import favor_features

@@ -38,7 +38,7 @@ from benchmarks.speed.talking_heads_peers import (
     step_of,
 )
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.ops import window_blocks
+from hf_attn_variants.modeling.ops import key_ranges
 
 HEADS, HEAD_DIM = 12, 64
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
@@ -82,11 +82,11 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     """Return `measure_attention` for each number of queries in a block."""
-    kept, found = window_blocks.WINDOW_ROWS, []
+    kept, found = key_ranges.WINDOW_ROWS, []
     for rows in args.rows or ():
-        window_blocks.WINDOW_ROWS = (rows,)
+        key_ranges.WINDOW_ROWS = (rows,)
         found += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
-    window_blocks.WINDOW_ROWS = kept
+    key_ranges.WINDOW_ROWS = kept
     return found
 
 

@@ -28,7 +28,7 @@ from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
-from hf_attn_variants.modeling.upstream import cache_name, cache_of
+from hf_attn_variants.modeling.transformers_internals import cache_name, cache_of
 
 UPSTREAM = "upstream"
 PEERS = {

@@ -23,7 +23,7 @@ from benchmarks.speed.decode import CROSS_ATTENTIONS, SHAPES, key_value_maps
 from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.upstream import cache_name
+from hf_attn_variants.modeling.transformers_internals import cache_name
 from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS
 

@@ -35,7 +35,7 @@ from benchmarks import machine as machines
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.upstream import cache_name, cache_of
+from hf_attn_variants.modeling.transformers_internals import cache_name, cache_of
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]

@@ -14,10 +14,10 @@ from torch import nn
 from benchmarks.page_faults import Usage, Watch, summary
 from hf_attn_variants.inspection.speed import order_of_round
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_of
+from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 
@@ -54,7 +54,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         module = SimpleNamespace(
             config=SimpleNamespace(_output_attentions=False),
             projection_names=(),
-            reach=KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
+            key_range=KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
             score=None,
             kernel=None,
             is_causal=is_causal,
@@ -63,8 +63,10 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
         # What "window" does too, but on CUDA where FlexAttention has proved itself.
-        reach = KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
-        return talking_heads_attention(query, key, value, None, bias, scaling=scaling, dropout=dropout, reach=reach)
+        key_range = KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
+        return talking_heads_attention(
+            query, key, value, None, bias, scaling=scaling, dropout=dropout, key_range=key_range
+        )
 
     def linear(kernel):
         modules = {}

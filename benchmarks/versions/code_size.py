@@ -107,7 +107,7 @@ def count(root: Path) -> dict[str, dict[str, float]]:
 
 def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
     """Return the files, lines of code and lines of the code that ships with each architecture, for each mechanism."""
-    from hf_attn_variants.modeling.fields.used_mechanisms import MECHANISMS
+    from hf_attn_variants.modeling.fields.composition import MECHANISMS
     from hf_attn_variants.modeling.remote_code import code_files
     from hf_attn_variants.registration import ARCHITECTURES
 

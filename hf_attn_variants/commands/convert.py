@@ -24,8 +24,7 @@ from ..conversion.calibration_settings import (
     Calibration,
 )
 from ..files import CARD_NAME, check_output_dir
-from ..modeling.fields.field_table import FIELDS
-from ..modeling.fields.field_texts import describe_field
+from ..modeling.fields.field_table import FIELDS, describe_field
 from ..training.engine.options import parse_json_flag
 
 __all__ = [

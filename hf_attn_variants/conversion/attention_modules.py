@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
-from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
+from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel, kernel_tensors
 from ..modeling.mechanisms.latents import rank_of_map
 from ..modeling.mechanisms.talking_heads import dynamic_terms
 from .attention_tensors import LATENT, AttentionTensors, HeadCounts

@@ -13,10 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
-from ..modeling.fields.field_table import FIELDS, row_of
-from ..modeling.fields.field_texts import FIELD_TEXTS
-from ..modeling.fields.given_fields import without_same_size
-from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, row_of
+from ..modeling.fields.mechanism_fields import has_kernel
+from ..modeling.fields.saving_and_loading import without_same_size
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.mechanism import NONE
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes

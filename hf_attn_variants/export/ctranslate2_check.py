@@ -16,8 +16,8 @@ from ..conversion.checkpoint.source import learned_tokens
 from ..model_properties import DecoderInput, decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_table import row_of
-from ..modeling.fields.foreign_classes import fields_in_effect
-from ..modeling.upstream import cache_name, cache_of
+from ..modeling.fields.saving_and_loading import fields_in_effect
+from ..modeling.transformers_internals import cache_name, cache_of
 from ..registration import longest_input
 from .plain import upstream_architecture
 

@@ -31,10 +31,10 @@ from ..conversion.checkpoint.source import copy_side_files, read_config, resolve
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import check_disk_space, check_output_dir, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.talking_heads import dynamic_terms, supports_cache
-from ..modeling.upstream import cache_name, cache_of
+from ..modeling.transformers_internals import cache_name, cache_of
 from ..progress import progress_bar
 from ..registration import longest_input
 from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config

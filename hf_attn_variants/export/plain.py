@@ -26,8 +26,7 @@ from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
 from ..model_history import read_history, write_history
 from ..modeling.code_builder import file_names
-from ..modeling.fields.field_table import FIELDS
-from ..modeling.fields.field_texts import FIELD_TEXTS
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from ..inspection.costs import values_by_layer
 from ..inspection.tables import talking_by_place
-from ..modeling.fields.field_table import row_of
-from ..modeling.fields.field_texts import PLACES
+from ..modeling.fields.field_table import PLACES, row_of
 from ..modeling.mechanisms.head_sharing import consecutive_groups
 from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
 

@@ -25,7 +25,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
-from ..modeling.ops.reach import TransientGlobal
+from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
@@ -283,8 +283,8 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
         stride = core.compression.stride
         blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
         return tuple(block[0] if len(block) == 1 else f"{block[0]} … {block[-1]}" for block in blocks)
-    if isinstance(core.reach, TransientGlobal):
-        return (*(f"block {1 + block}" for block in range(len(tokens) // core.reach.block)), *tokens)
+    if isinstance(core.key_range, TransientGlobal):
+        return (*(f"block {1 + block}" for block in range(len(tokens) // core.key_range.block)), *tokens)
     return tokens
 
 

@@ -16,10 +16,9 @@ from ..conversion.attention_tensors import rank_relation, relation
 from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
-from ..modeling.fields.field_table import row_of
-from ..modeling.fields.field_texts import PLACES
-from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.field_table import PLACES, row_of
 from ..modeling.fields.layer_values import LayerValue
+from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.additive_score import AdditiveScore
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharing_of

@@ -129,7 +129,7 @@ def kv_cache_bytes(
     for site, path, module in model.named_attentions():
         core, heads = _core(module, site), site.heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
-        tokens = tokens if core.reach is None else min(tokens, core.reach.before)
+        tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention caches the keys and values of the state too
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
@@ -199,7 +199,7 @@ def flops_per_token(
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _core(module, site)
-        attended = attended if core.reach is None else core.reach.keys_read(attended)
+        attended = attended if core.key_range is None else core.key_range.keys_read(attended)
         if core.compression is not None:
             attended = core.compression.keys_read(attended)
         query_dim = projections["query"].in_features

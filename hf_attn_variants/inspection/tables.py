@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..modeling.fields.field_texts import PLACES
+from ..modeling.fields.field_table import PLACES
 from ..modeling.mechanisms.head_sharing import key_value_field
 from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, talking_places
 

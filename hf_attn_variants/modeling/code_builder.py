@@ -2,13 +2,13 @@
 
 Transformers looks for relative imports only next to a file, and it requests each file of a repository separately.
 Therefore the modules of a folder are joined into one file in the order of their imports, and only the definitions that
-the model can reach are written. The steps are:
+the model uses are written. The steps are:
 
-    modules ──parse──> definitions ──follow names──> those that the model reaches ──join──> files
+    modules ──parse──> definitions ──follow names──> definitions that the model uses ──join──> files
 
 The search starts at the model's own file and follows each name that a definition uses. It stops at the names in
-`ENTRY_POINTS` whose mechanism the configuration does not use: a stub takes their place, and whatever only they reach
-is left out. This file is not part of a repository, which copies its own files when its model is saved again.
+`ENTRY_POINTS` whose mechanism the configuration does not use. A stub replaces such a name, and definitions that only
+it uses are omitted. This file is not part of a repository, which copies its own files when its model is saved again.
 """
 
 import ast
@@ -39,7 +39,7 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# Where the code of a mechanism begins: name -> the mechanisms that need it (`fields/used_mechanisms.py`).
+# The names at which the code of mechanisms begins: {name: mechanisms that need it} (`fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_added": ("talking_heads",),
@@ -73,6 +73,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "from_per_layer_config": ("unequal_layers",),
     "init_kernel": ("linear_attention",),
     "install_kernel": ("linear_attention",),
+    "_keep_state": ("linear_attention",),
     "keep_window": ("linear_attention", "patterns"),
     "kernel_attention_forward": ("linear_attention",),
     "kernel_class": ("linear_attention",),
@@ -85,6 +86,8 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "projection_std": ("talking_heads",),
     "KeyRange": ("linear_attention", "patterns"),
     "score_of": ("additive_score",),
+    "SinusoidalPositions": ("sinusoidal_positions",),
+    "sinusoids": ("sinusoidal_positions",),
     "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
     "shared_latent": ("latents",),
     "summary_table": ("patterns",),
@@ -101,8 +104,8 @@ class _Definition(NamedTuple):
 
     Args:
         text: its source.
-        names: what it defines; nothing for a statement that only has an effect.
-        uses: the names in it.
+        names: the names that it defines. A statement that only has an effect defines none.
+        uses: the names that it uses.
         node: its syntax tree.
     """
 
@@ -137,8 +140,8 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """Return the files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of what the repository must define; the name "*" means all of a module.
-        mechanisms: the mechanisms of the model; None = all there are.
+        roots: (module, name) of the definitions that the repository must have. The name "*" selects a whole module.
+        mechanisms: the mechanisms of the model; None = all.
 
     Example:
         >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
@@ -189,10 +192,10 @@ def _read_module(path: Path) -> _Module:
         names = frozenset(_defined(node))
         if "__all__" in names:
             continue
-        is_own_import = isinstance(node, ast.ImportFrom) and node.level > 0
+        is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
         if _is_for_type_checkers(node):
             continue
-        if not is_own_import:
+        if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
             whole = f"{comment}\n{source[1]}" if comment else source[1]
             body.append(_Definition(whole, names, frozenset(_used(node)), node))
@@ -200,7 +203,7 @@ def _read_module(path: Path) -> _Module:
             if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
                 module = child.module.rpartition(".")[2]
                 imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
-                needed += [module] if is_own_import else []
+                needed += [module] if is_relative else []
     return _Module(path.stem, _file_of(path), docstring, body, imported, needed)
 
 
@@ -242,21 +245,21 @@ def _is_annotation(text: str) -> bool:
 def _reached(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
-    """Return (module, name) of each definition that is reached from the roots, those of stubs among them."""
+    """Return (module, name) of each definition that the roots use directly or indirectly, including stubs."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
     begun: set[str] = set()
 
     def use(module: _Module, definition: _Definition) -> None:
-        own = {name for statement in module.body for name in statement.names}
+        defined_here = {name for statement in module.body for name in statement.names}
         for name in definition.uses:
-            if name in own:
+            if name in defined_here:
                 wanted.append((module.name, name))
             elif name in module.imported:
                 wanted.append(module.imported[name])
 
     def begin(module: _Module) -> None:
-        """Keep the statements that have an effect, such as a registration, of a module that is a part of the code."""
+        """Follow the statements of a module that have an effect, such as a registration."""
         if module.name not in begun:
             begun.add(module.name)
             for definition in module.body:
@@ -309,13 +312,13 @@ def _file_text(
     reached: set[tuple[str, str]],
     stubs: Mapping[str, tuple[str, ...]],
 ) -> str:
-    """Return the text of a file that some modules are joined into: their imports, then what is reached of each."""
+    """Return the text of a joined file: the imports of its modules, and the definitions of each that are used."""
     imports: dict[str, set[str]] = {}
     plain: dict[str, None] = {}
     texts: list[str] = []  # the docstring of each module, and its code
     for module in parts:
         body: list[str] = []
-        kept: list[_Definition] = []
+        definitions: list[_Definition] = []
         for definition in module.body:
             names = {name for name in definition.names if (module.name, name) in reached}
             if definition.names and not names:
@@ -324,23 +327,29 @@ def _file_text(
                 body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
                 _add_import(imports, (NAMES, "Missing"), "Missing", module, modules)
                 continue
-            kept.append(definition)
+            definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
                 _add_plain_import(plain, imports, definition.node, names)
             else:
                 body.append(_definition_text(definition, module, modules, names))
-        uses = {name for definition in kept for name in definition.uses}
+        uses = {name for definition in definitions for name in definition.uses}
         for name, place in module.imported.items():
             if name in uses and place in reached:
                 _add_import(imports, place, name, module, modules)
         if body:
-            texts += [module.docstring if kept else "", _joined(body)]
+            docstring = _as_comment(module.docstring) if texts else module.docstring
+            texts += [docstring if definitions else "", _joined(body)]
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
-    own = [line for line in lines if line.startswith("from .")]
-    rest = [line for line in lines if line not in (*future, *own)]
-    head = "\n".join([*future, *plain, *rest, *own])
+    relative = [line for line in lines if line.startswith("from .")]
+    rest = [line for line in lines if line not in (*future, *relative)]
+    head = "\n".join([*future, *plain, *rest, *relative])
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
+
+
+def _as_comment(docstring: str) -> str:
+    """Return the docstring of a module as a comment, because only the first one is the docstring of a joined file."""
+    return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
 
 def _add_import(
@@ -368,7 +377,7 @@ def _add_plain_import(
 
 
 def _guarded_imports(block: ast.With, names: set[str]) -> str:
-    """Return a block of imports with the names that are reached."""
+    """Return a block of imports with the names that are used."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
@@ -396,7 +405,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
     """Return the source of a statement, with imports inside it changed to those of a repository.
 
     Args:
-        names: what is reached of the statement; a block of guarded imports keeps these names only.
+        names: the used names of the statement. A block of guarded imports contains only these.
     """
     if isinstance(definition.node, ast.With):
         return _guarded_imports(definition.node, names)
@@ -416,7 +425,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 
 
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
-    """Write into the files which mechanisms they contain, and a digest, which keeps their registered names apart."""
+    """Write the included mechanisms and a digest into the files. The digest is a part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
     files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)

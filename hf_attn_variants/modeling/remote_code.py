@@ -1,4 +1,4 @@
-"""Writing this code into the folder of a model that is saved.
+"""Functions that write this code into the folder of a saved model.
 
 The installed package builds the files that a model needs (`code_builder`). A repository copies its own files. Nothing
 else in `modeling/` reads or writes files.

@@ -1,9 +1,9 @@
 """A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
 
-The module `upstream` checks names and signatures, but not behavior. Before the first model of an architecture is
-built, a tiny variant and a tiny original model with the same weights therefore read the same tokens. They read them
-at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does not
-change the states of random number generators.
+The module `transformers_internals` checks names and signatures, but not behavior. Therefore, before the first model of
+an architecture is built, a tiny variant and a tiny original model with the same weights read the same tokens. They
+read them at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does
+not change the states of random number generators.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .upstream import UpstreamChanged, cache_name, cache_of, changed
+from .transformers_internals import UpstreamChanged, cache_name, cache_of, changed
 from .variant_names import NEWEST_RUN
 
-__all__ = ["try_host"]
+__all__ = ["compare_with_transformers"]
 
 logger = logging.get_logger("transformers.attn_variants")  # follows the verbosity of Transformers, also in remote code
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 _tried: dict[str, str | None] = {}
 
 
-def try_host(model_class: Any) -> None:
+def compare_with_transformers(model_class: Any) -> None:
     """Compare tiny variants of an architecture with the original models if the Transformers release is untested.
 
     Args:
@@ -41,8 +41,8 @@ def try_host(model_class: Any) -> None:
     if not is_newer(transformers.__version__, NEWEST_RUN):
         return
     if name in _tried:
-        if (found := _tried[name]) is not None:
-            raise UpstreamChanged(found)
+        if (reason := _tried[name]) is not None:
+            raise UpstreamChanged(reason)
         return
     _tried[name] = None  # set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -86,15 +86,17 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
         config = _tiny_config(our_class.config_class, fields)
         config._attn_implementation = implementation
         upstream = upstream_class(config).float().eval()
-        if any(each.is_meta for each in upstream.parameters()):
+        if any(parameter.is_meta for parameter in upstream.parameters()):
             return False
         drawn = torch.Generator().manual_seed(0)
-        for each in upstream.parameters():
-            each.copy_(torch.randn(each.shape, generator=drawn))
+        for parameter in upstream.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=drawn))
         expected = _outputs(upstream, config)
     except Exception as error:  # the original model fails, so the variant may be correct
         reason = f"{type(error).__name__}: {error}"
-        logger.warning(f"{upstream_class.__name__} of transformers {transformers.__version__} was not tried: {reason}")
+        logger.warning(
+            f"{upstream_class.__name__} of transformers {transformers.__version__} could not be compared: {reason}."
+        )
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
@@ -106,19 +108,22 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
                 ours.load_state_dict(upstream.state_dict())
             outputs = _outputs(ours, config)
         except Exception as error:
-            raise changed(f"a tiny {our_class.__name__} ends in {type(error).__name__}: {error}") from error
-        for how, one, other in zip(("at once", "in steps"), expected, outputs, strict=True):
+            raise changed(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
+        for how, one, other in zip(("for a whole text", "in decoding steps"), expected, outputs, strict=True):
             # Transformers has no shared heads, so the outputs of this variant are computed but not compared.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
-                raise changed(f"a tiny {our_class.__name__} that reads {how} is {difference:.0e} off upstream's")
+                raise changed(
+                    f"the outputs of a tiny {our_class.__name__} {how} differ from those of Transformers by "
+                    f"{difference:.0e}"
+                )
     return True
 
 
 def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     """Return a configuration of Transformers for a tiny model without dropout."""
     upstream = next(
-        each for each in config_class.__mro__ if each.__dict__.get("model_type") in config_class.upstream_model_types
+        base for base in config_class.__mro__ if base.__dict__.get("model_type") in config_class.upstream_model_types
     )
     names = (*config_class.layer_fields, *config_class.size_fields)
     sizes = {name: 1 if name in config_class.layer_fields else HEADS * HEAD_DIM for name in names}
@@ -138,26 +143,29 @@ def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.T
     too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
-    memory: dict[str, Any] = {}
+    encoder_arguments: dict[str, Any] = {}
     name = "input_ids"
     if getattr(config, "is_encoder_decoder", False):
         source = {model.main_input_name: _source(model, config, ids)}
         if model.main_input_name == "input_ids":
-            source["attention_mask"] = memory["attention_mask"] = _padding(ids.shape[1])
-        memory, name = memory | {"encoder_outputs": model.get_encoder()(**source)}, "decoder_input_ids"
+            source["attention_mask"] = encoder_arguments["attention_mask"] = _padding(ids.shape[1])
+        encoder_arguments, name = (
+            encoder_arguments | {"encoder_outputs": model.get_encoder()(**source)},
+            "decoder_input_ids",
+        )
     elif getattr(config, "is_decoder", False):
         states = torch.linspace(-1.0, 1.0, 3 * config.hidden_size).view(1, 3, -1)
-        memory = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
+        encoder_arguments = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
     else:
         padded = model(input_ids=ids, attention_mask=_padding(LENGTH))[0]
         return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
         caches: dict[str, Any] = {} if cache is None else {cache_name(): cache}
-        output = model(**memory, **{name: token}, **caches, use_cache=True)
+        output = model(**encoder_arguments, **{name: token}, **caches, use_cache=True)
         cache = cache_of(output)
         steps.append(output.last_hidden_state)
-    return model(**memory, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
+    return model(**encoder_arguments, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
 
 
 def _padding(length: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ __all__ = [
     "CONFIG_FORMAT",
     "EAGER",
     "INCLUDED",
+    "MODEL_FOLDERS",
     "NAME_SUFFIX",
     "NEWEST_RUN",
     "OLDEST_RUN",
@@ -20,12 +21,17 @@ __all__ = [
 ATTN_VARIANTS_VERSION = "0.2.0"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
+# The folders of transformers.models with the attention classes that this code was run with.
+MODEL_FOLDERS = (
+    *("albert", "bart", "bert", "distilbert", "electra", "m2m_100", "marian", "mbart", "pegasus", "roberta", "t5"),
+    *("umt5", "whisper"),
+)
 
-# The format of a configuration's fields. Other numbers, and none, were used before the first release, with other
-# meanings for padded rows.
+# The format of the fields of a configuration. Configurations from before the first release have other numbers or none,
+# and another treatment of padded rows.
 CONFIG_FORMAT = 5
 
-# In a repository these two lines are others: the mechanisms that its code includes, and a digest of that code.
+# `code_builder` replaces these two values in a repository: the mechanisms that its code includes, and its digest.
 INCLUDED: tuple[str, ...] | None = None
 CODE_DIGEST = ""
 
@@ -56,7 +62,7 @@ class Missing:
     name = ""  # no field of a configuration has this value
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error that says which code is missing."""
+        """Raise an error that names the missing code."""
         raise ImportError(
             f"This repository does not include `{cls.__name__}` ({', '.join(cls.mechanisms)}), because its model does "
             "not use it. Install hf_attn_variants and import it before you load the model."

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
 from ..modeling.attention.shared_rows import rows_of_sentences, share_rows
-from ..modeling.ops.query_folding import is_traced
+from ..modeling.ops.beams import beams_of, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from ..modeling.upstream import Arguments, known_imports, refuse_unknown
+from ..modeling.ops.variant_attention import is_traced
+from ..modeling.transformers_internals import Arguments, known_imports, refuse_unknown
 from .cache_layers import SourceLayer, filled_layer, holds_encoder_outputs, store_layer
 
 __all__ = [
@@ -40,7 +41,7 @@ class CrossAttention:
     Args:
         query, key, value, output: The names of the linear layers.
         head_dim: The name of the attribute that holds the head size d.
-        roles: The arguments of `forward` that this package reads (`upstream.ROLES`).
+        roles: The arguments of `forward` that this package reads (`transformers_internals.ROLES`).
         returns: The number of values that `forward` returns. Two are outputs and weights. With three, a position bias
             is between them.
         has_finite_masks: Whether masks have the lowest finite number instead of -inf. A query without any key then
@@ -52,7 +53,7 @@ class CrossAttention:
     value: str
     output: str
     head_dim: str
-    roles: tuple[str, ...] = ("states", "memory", "cache", "mask")
+    roles: tuple[str, ...] = ("states", "encoder_outputs", "cache", "mask")
     returns: int = 2
     has_finite_masks: bool = False
 
@@ -65,7 +66,7 @@ class CrossAttention:
         )
 
 
-T5_ROLES = ("states", "memory", "cache", "mask", "bias")
+T5_ROLES = ("states", "encoder_outputs", "cache", "mask", "bias")
 T5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
 UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
 BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
@@ -168,7 +169,7 @@ class SharesMemory(_Attention):
             if beams <= 1 and _has_query_rows(mask, states):
                 return super().forward(*args, **kwargs)
             if beams <= 1 or not self._shares_keys(cache, layer, beams):
-                return super().forward(**self._repeat_arguments(beams, args, kwargs))
+                return super().forward(**self._repeat_arguments(args, kwargs))
         refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
         if source is not None and self._absorbs(states, source):
@@ -199,8 +200,8 @@ class SharesMemory(_Attention):
         if source.shape[0] == 0 or states.shape[0] % source.shape[0]:
             return None
         if layer is None and cache is not None:
-            beams = states.shape[0] // source.shape[0]
-            layer = SourceLayer(source, (key_linear, value_linear), self._head_dim(), beams)
+            projections = (key_linear, value_linear)
+            layer = SourceLayer(source, projections, self._head_dim(), beams_of(states, source))
             if not store_layer(cache, self.layer_idx, layer):
                 return None
         return source
@@ -230,8 +231,9 @@ class SharesMemory(_Attention):
             bias = value_linear.bias.view(-1, head_dim)
             if mask is not None and mask.dtype == torch.bool:
                 has_keys = mask.any(-1).transpose(1, 2)[..., None]  # [b or 1, n or 1, 1, 1]
-                beams = output.shape[0] // has_keys.shape[0] if has_keys.shape[0] > 1 else 1
-                bias = has_keys.repeat_interleave(beams, dim=0) * bias
+                if has_keys.shape[0] > 1:
+                    has_keys = repeat_for_beams(has_keys, output.shape[0])
+                bias = has_keys * bias
             output = output + bias
         return output, weights
 
@@ -273,14 +275,14 @@ class SharesMemory(_Attention):
             cache.is_updated[self.layer_idx] = True
         return key, value
 
-    def _repeat_arguments(self, beams: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _repeat_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the original `forward`, with the encoder outputs repeated for each beam."""
         states, encoder_outputs, _, mask, *_ = self.arguments.read(args, kwargs)
         if len(encoder_outputs) != len(states):
-            encoder_outputs = encoder_outputs.repeat_interleave(beams, dim=0)
-        changes = {"memory": encoder_outputs}
+            encoder_outputs = repeat_for_beams(encoder_outputs, len(states))
+        changes = {"encoder_outputs": encoder_outputs}
         if not _has_query_rows(mask, states):
-            changes["mask"] = mask.repeat_interleave(states.shape[0] // mask.shape[0], dim=0)
+            changes["mask"] = repeat_for_beams(mask, states.shape[0])
         return self.arguments.by_name(args, kwargs, **changes)
 
     def _convert_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor | None:

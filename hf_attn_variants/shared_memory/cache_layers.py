@@ -7,8 +7,7 @@ from torch import nn
 
 from ..modeling.attention.latent_attention import keys_and_values
 from ..modeling.attention.shared_rows import SharedDynamicLayer, layer_at
-from ..modeling.upstream import known_imports
-from ..modeling.upstream_checks import check_caches
+from ..modeling.transformers_internals import check_caches, known_imports
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer

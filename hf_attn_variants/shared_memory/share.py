@@ -8,10 +8,10 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..instance_attributes import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
-from ..modeling.attention.encoder_decoder_mixins import expand_and_mark
+from ..modeling.attention.shared_rows import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
-from ..modeling.upstream import check_attributes
+from ..modeling.transformers_internals import check_attributes
 from ..modeling.variant_names import plain_implementation
 from .attention import (
     ENCODER_OUTPUTS,

@@ -126,7 +126,7 @@ def test_wrong_requests_are_refused_before_any_work(folder):
         ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model has a kernel"),
         ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings` must not change .*linformer"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel` must be"),
-        ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot stand together"),
+        ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot be combined"),
     ):
         with pytest.raises(ValueError, match=message):
             convert_checkpoint(folder / source, folder / "other", **fields)

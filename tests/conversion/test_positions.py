@@ -102,7 +102,7 @@ def test_other_positions_are_refused(architecture, tmp_path):
 
 def test_fewer_positions_and_models_in_memory_are_refused(make_source, tmp_path):
     for wrong in (32, 16, "64", True):
-        with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number, at least 33"):
+        with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number of at least 33"):
             convert_checkpoint(make_source(), tmp_path / "out", max_position_embeddings=wrong)
     for extension, message in (("stretched", 'one of "tiled"'), ("tiled", "`max_position_embeddings`")):
         with pytest.raises(ValueError, match=f"`position_extension` .*{message}"):

@@ -128,7 +128,7 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
     paths = [module.name for module in plan.reduced]
     calls = record_inputs(model, paths, [batch])
     expected = contexts_of(model, batch)
-    patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).reach}
+    patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).key_range}
     assert patterned and patterned <= {*paths} <= expected.keys()
     for module in plan.reduced:
         tensors = module.read(reader.read)

@@ -24,8 +24,8 @@ def test_a_t5_keeps_its_softmax_heads(tmp_path):
 
 
 IMPOSSIBLE = [
-    ({"num_key_value_heads": 5}, "must divide `num_attention_heads`: got 5 for 12"),
-    ({"num_key_value_heads": 0}, "at least 1; got 0"),
+    ({"num_key_value_heads": 5}, "must divide `num_attention_heads`, got 5 for 12"),
+    ({"num_key_value_heads": 0}, "at least 1, got 0"),
     ({"num_key_value_heads": 24}, "got 24 for 12"),
     (
         {"num_key_value_heads": 4, "method": "median"},
@@ -103,9 +103,9 @@ def test_sources_that_cannot_be_converted(make_source, edit_config, tmp_path, fi
 BAD_CONFIGS = [
     ({"hidden_act": "foo"}, r"is wrong \(.*config\.json\): KeyError: 'foo'"),
     ({"pad_token_id": 999}, r"is wrong \(.*config\.json\): AssertionError: Padding_idx"),
-    ({"vocab_size": -3}, r"is wrong \(.*config\.json\): `vocab_size` must be a whole number, at least 1; got -3"),
+    ({"vocab_size": -3}, r"is wrong \(.*config\.json\): `vocab_size` must be a whole number of at least 1, got -3"),
     ({"type_vocab_size": -3}, r"is wrong \(.*config\.json\): RuntimeError: .*negative dimension -3"),
-    ({"id2label": 3}, r"is wrong \(.*config\.json\): (AttributeError|.*'id2label')"),
+    ({"id2label": 3}, r"is wrong \(.*config\.json\): (.*AttributeError|.*'id2label')"),
     ({"dtype": "nonsense"}, r"is wrong \(.*config\.json\): .*nonsense"),
     ({"dtype": 5}, r"is wrong \(.*config\.json\): `dtype` must be the name of a torch dtype, got 5"),
     ({"dtype": "nn"}, r"is wrong \(.*config\.json\): `dtype` must be the name of a torch dtype, got 'nn'"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import hf_attn_variants
 from hf_attn_variants.commands import refresh
 from hf_attn_variants.hub.card import is_untouched, model_card
-from hf_attn_variants.modeling.fields.used_mechanisms import used_mechanisms
+from hf_attn_variants.modeling.fields.composition import used_mechanisms
 from hf_attn_variants.modeling.remote_code import code_files
 
 OLD_CODE = "raise SystemExit('the old code was run')\n"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import hf_attn_variants
 from benchmarks.versions.code_size import count_remote_code
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, FOLDER, build_code
-from hf_attn_variants.modeling.fields.used_mechanisms import MECHANISMS, used_mechanisms
+from hf_attn_variants.modeling.fields.composition import MECHANISMS, used_mechanisms
 
 # A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
 REPOSITORIES = {

@@ -15,7 +15,7 @@ from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import score_parts
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
-from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
+from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.reference import scores as reference_scores
 from hf_attn_variants.reference.talking_heads import attention_core
@@ -140,8 +140,8 @@ def test_generation_with_a_cache_is_that_without(variant):
 def test_patterns_compose(pattern, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
-    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
-    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 4)
+    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 4)
     with torch.no_grad():
         result = model(token_ids(2, 23), output_attentions=True)
         assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()
@@ -259,9 +259,12 @@ def test_scores_by_place_are_checked_and_named(tmp_path):
         ({"score_function": "none"}, "`score_function` must be"),
         (
             {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
-            "`cross_score_function` and `cross_attention_kernel` cannot stand together",
+            "`cross_score_function` and `cross_attention_kernel` cannot be combined",
         ),
-        (ADDITIVE | {"cross_attention_kernel": "elu"}, "`score_function` and `cross_attention_kernel` cannot stand"),
+        (
+            ADDITIVE | {"cross_attention_kernel": "elu"},
+            "`score_function` and `cross_attention_kernel` cannot be combined",
+        ),
         ({"cross_attention_pattern": "local_blocks"}, "`cross_attention_pattern`"),
         ({"cross_attention_window": 4}, "`cross_attention_window`"),
     ):

@@ -12,7 +12,7 @@ from transformers import StaticCache
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import mechanism_attention
-from hf_attn_variants.modeling.ops import window_blocks
+from hf_attn_variants.modeling.ops import key_ranges
 from hf_attn_variants.reference.patterns import sliding_window_mask
 
 pytestmark = pytest.mark.cross_product
@@ -27,11 +27,11 @@ NAMED = {"ids": lambda row: row.name}
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (2,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (2,))
     calls, attend = [], mechanism_attention.attention_in_windows
 
     def counted(*args, **options):
-        calls.append(options.get("reach"))
+        calls.append(options.get("key_range"))
         return attend(*args, **options)
 
     monkeypatch.setattr(mechanism_attention, "attention_in_windows", counted)
@@ -208,9 +208,9 @@ def test_a_global_mask_reaches_the_attention_of_every_head():
 
 def test_wrong_global_masks_are_refused():
     ids = token_ids(3, LENGTH)
-    with pytest.raises(ValueError, match=r"a number for each token, \[3, 23\]; got \[23\]"):
+    with pytest.raises(ValueError, match=r"one number per token, \[3, 23\], got \[23\]"):
         BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
-    with pytest.raises(ValueError, match="is for models without a bias by distance: use `encoder_num_global_tokens`"):
+    with pytest.raises(ValueError, match="must be None for a model with a relative position bias"):
         T5.model("T5EncoderModel", **prefixed(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
 
 
@@ -245,7 +245,7 @@ def test_layers_of_their_own_windows():
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
 def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, monkeypatch):
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
     n = 600
     fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}

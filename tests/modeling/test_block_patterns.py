@@ -10,13 +10,11 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 from hf_attn_variants import convert
-from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
-from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern
-from hf_attn_variants.modeling.mechanisms.patterns.local_blocks_pattern import LocalBlocks
+from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
+from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern, LocalBlocks, attend_in_blocks
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import pattern_class
-from hf_attn_variants.modeling.mechanisms.patterns.scattered_attention import attend_in_blocks
+from hf_attn_variants.modeling.ops.key_ranges import as_full_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from hf_attn_variants.modeling.ops.window_blocks import as_full_attention
 from hf_attn_variants.reference import patterns as reference_patterns
 from hf_attn_variants.reference.talking_heads import attention_core
 
@@ -58,8 +56,8 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 8)
-    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 8)
+    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
 
 
 def fields_of(name, prefix=""):
@@ -81,7 +79,7 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
 
 def pattern_of(name, causal, layer=0, **fields):
     config = BERT.config("mha", **fields_of(name), **fields)
-    return pattern_class(config.attention_pattern).reach(config, "", HEADS, layer, causal)
+    return pattern_class(config.attention_pattern).key_range(config, "", HEADS, layer, causal)
 
 
 @EVERY_PATTERN
@@ -267,7 +265,7 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
 
 
 def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
-    from hf_attn_variants.modeling.ops import window_blocks as module
+    from hf_attn_variants.modeling.ops import key_ranges as module
 
     said = []
     monkeypatch.setattr(module.logger, "warning_once", said.append)
@@ -278,7 +276,7 @@ def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
         assert said == []
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
-    assert "attention_pattern='local_blocks' as a mask of 2060 x 2060 numbers" in said[0]
+    assert "attention_pattern='local_blocks' creates a mask of 2060 x 2060 numbers" in said[0]
 
 
 def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
@@ -293,8 +291,8 @@ def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
 
 def test_keys_before_an_encoders_queries_are_refused(short_blocks):
     pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
-    assert not scattered_attention.gathers(pattern, query, key, None)
-    assert scattered_attention.gathers(pattern, key, key, None)
+    assert not block_patterns.gathers(pattern, query, key, None)
+    assert block_patterns.gathers(pattern, key, key, None)
     with pytest.raises(ValueError, match="`attention_pattern`"):
         as_full_attention(pattern, query, key, None, None)
 

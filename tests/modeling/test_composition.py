@@ -80,13 +80,8 @@ def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
         return
     with pytest.raises(ValueError) as error:
         BERT.config(**fields)
-    said = [
-        row.words.format(
-            field=row.one.field, value=fields[row.one.field], other=row.other.field, beside=fields[row.other.field]
-        )
-        for row in rows
-    ]
-    assert str(error.value) in said
+    messages = [row.message(*((each.field, fields[each.field]) for each in row[:2])) for row in rows]
+    assert str(error.value) in messages
 
 
 def test_every_row_is_of_mechanisms_and_is_tried_here():

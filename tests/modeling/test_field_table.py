@@ -12,8 +12,14 @@ from hf_attn_variants import AttnVariantBertConfig
 from hf_attn_variants.commands import convert
 from hf_attn_variants.export.plain import NO_PLAIN_FORM
 from hf_attn_variants.modeling.fields import field_table
-from hf_attn_variants.modeling.fields.field_table import FIELDS, Field, row_of, variant_field
-from hf_attn_variants.modeling.fields.field_texts import card_text, describe_field
+from hf_attn_variants.modeling.fields.field_table import (
+    FIELDS,
+    Field,
+    card_text,
+    describe_field,
+    row_of,
+    variant_field,
+)
 
 NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 

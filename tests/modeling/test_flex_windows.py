@@ -13,10 +13,10 @@ from fixtures.largest_tensor import LargestTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.modeling.ops import flex_windows, kernel_trials
+from hf_attn_variants.modeling.ops import backend_choice, flex_windows
 from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, blocks_that_are_read
+from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 if not flex_windows._has_block_masks():
@@ -30,7 +30,7 @@ REACHES = {
     "causal": KeyRange(33, 0),
     "wider than the text": KeyRange(2**31, 2**31),
 }
-EVERY_REACH = pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+EVERY_REACH = pytest.mark.parametrize("key_range", REACHES.values(), ids=REACHES)
 HEADS, KV_HEADS, D = 4, 2, 16
 
 
@@ -66,16 +66,16 @@ def on_the_cpu(monkeypatch):
 
 @EVERY_REACH
 @pytest.mark.parametrize("n, m", [(1, 1), (41, 41), (64, 64), (5, 41), (17, 64)])
-def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
+def test_blocks_that_are_read_hold_all_that_is_allowed(key_range, n, m):
     block, keys = 8, torch.arange(m)
-    allowed = reach.allowed(keys[m - n :], keys)
-    some, whole = blocks_that_are_read(reach, n, m, block)
+    allowed = key_range.allowed(keys[m - n :], keys)
+    some, whole = blocks_that_are_read(key_range, n, m, block)
     for i in range(some.shape[0]):
         for j in range(some.shape[1]):
             part = allowed[i * block : (i + 1) * block, j * block : (j + 1) * block]
             assert some[i, j] or not part.any()
             assert not whole[i, j] or (some[i, j] and part.all())
-            if reach.step == 1 and reach.global_tokens == 0:
+            if key_range.step == 1 and key_range.global_tokens == 0:
                 assert some[i, j] == part.any() and whole[i, j] == part.all()
 
 
@@ -83,10 +83,10 @@ def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
 @pytest.mark.cross_product
 @EVERY_REACH
 @pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
-def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on_the_cpu):
+def test_outputs_and_gradients_are_those_of_the_blocks(key_range, padded, biased, on_the_cpu):
     *states, mask, bias = make_call(300, padded=padded, biased=biased)
     leaves = [*states, bias] if biased else states
-    call = {"reach": reach, "scaling": 0.3}
+    call = {"key_range": key_range, "scaling": 0.3}
     direction, found = torch.randn(2, 300, HEADS, D), []
     for attend in (attention_in_windows, talking_heads_attention):
         for leaf in leaves:
@@ -101,9 +101,9 @@ def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on
 @pytest.mark.thorough
 def test_the_last_queries_of_a_longer_memory(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
-    found = attention_in_windows(*call, reach=KeyRange(150, 0), scaling=0.3)
+    found = attention_in_windows(*call, key_range=KeyRange(150, 0), scaling=0.3)
     assert on_the_cpu
-    torch.testing.assert_close(found, talking_heads_attention(*call, reach=KeyRange(150, 0), scaling=0.3))
+    torch.testing.assert_close(found, talking_heads_attention(*call, key_range=KeyRange(150, 0), scaling=0.3))
 
 
 @pytest.mark.thorough
@@ -115,9 +115,9 @@ def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
-    found = attention_in_windows(*call, reach=KeyRange(130, 130, 1, 1), scaling=0.3)
+    found = attention_in_windows(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     assert list(flex_windows._flex_agreed.values()) == [True]
-    expected = talking_heads_attention(*call, reach=KeyRange(130, 130, 1, 1), scaling=0.3)
+    expected = talking_heads_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -133,8 +133,8 @@ def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
-    monkeypatch.setattr(kernel_trials.logger, "warning", said.append)
-    call, options = make_call(300), {"reach": KeyRange(20, 20), "scaling": 0.3}
+    monkeypatch.setattr(backend_choice.logger, "warning", said.append)
+    call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
     for _ in range(2):
         assert attention_in_windows(*call, **options).equal(expected)
@@ -143,7 +143,7 @@ def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
 
 
 def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
-    call, options = make_call(300), {"reach": KeyRange(20, 20), "scaling": 0.3}
+    call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     attention_in_windows(*call, dropout=0.1, **options)
     attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
     attention_in_windows(*(t if t is None else t.double() for t in call), **options)
@@ -169,7 +169,7 @@ def test_a_models_windows_go_by_it(on_the_cpu):
 
 @pytest.mark.thorough
 def test_training_after_inference_mode(on_the_cpu):
-    call, options = make_call(300, biased=True), {"reach": KeyRange(20, 20), "scaling": 0.3}
+    call, options = make_call(300, biased=True), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     with torch.inference_mode():
         found = attention_in_windows(*call, **options)
     call[0].requires_grad_()
@@ -184,7 +184,7 @@ def test_training_after_inference_mode(on_the_cpu):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])
 def test_training_with_checkpoints(reentrant, last, on_the_cpu):
-    call, options = make_call(300, biased=True), {"reach": KeyRange(20, 20), "scaling": 0.3}
+    call, options = make_call(300, biased=True), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     leaves = [*call[:3], call[4]]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -206,16 +206,16 @@ def test_training_with_checkpoints(reentrant, last, on_the_cpu):
 
 @pytest.mark.thorough
 def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
-    attention_in_windows(*make_call(300), reach=KeyRange(20, 20), scaling=0.3)
+    attention_in_windows(*make_call(300), key_range=KeyRange(20, 20), scaling=0.3)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for n, reach in (
+    for n, key_range in (
         (500, KeyRange(130, 130)),
         (640, KeyRange(90, 0)),
         (777, KeyRange(20, 20, 1, 1)),
         (300, KeyRange(1, 1, 1, 2)),
     ):
-        attention_in_windows(*make_call(n), reach=reach, scaling=0.3)
-    attention_in_windows(*make_call(200, 500), reach=KeyRange(90, 0), scaling=0.3)
+        attention_in_windows(*make_call(n), key_range=key_range, scaling=0.3)
+    attention_in_windows(*make_call(200, 500), key_range=KeyRange(90, 0), scaling=0.3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
     assert list(flex_windows._flex_agreed.values()) == [True]
 

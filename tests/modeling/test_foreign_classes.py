@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES
 from relatives import RELATIVES
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.foreign_classes import fields_in_effect
+from hf_attn_variants.modeling.fields.saving_and_loading import fields_in_effect
 from hf_attn_variants.modeling.variant_names import EAGER
 
 EVERY = {each.name: each for each in (*ARCHITECTURES, *RELATIVES)}

@@ -93,7 +93,7 @@ def test_a_static_cache_with_unequal_heads_is_a_clear_error():
 
 def test_memory_side_dynamic_projections_keep_no_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
-    with pytest.raises(ValueError, match="use_cache=False"):
+    with pytest.raises(ValueError, match="`use_cache` must be False"):
         model(token_ids(), attention_mask=padding_mask(), use_cache=True)
     assert cache_of(model(token_ids(), attention_mask=padding_mask())) is None
     assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)

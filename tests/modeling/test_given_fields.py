@@ -13,7 +13,7 @@ from relatives import RELATIVES
 
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
-from hf_attn_variants.modeling.fields.given_fields import wrong_name
+from hf_attn_variants.modeling.fields.saving_and_loading import wrong_name
 from hf_attn_variants.training.engine.models import _check_override_names
 
 pytestmark = pytest.mark.cross_product

@@ -8,9 +8,9 @@ from relatives import ENCODER_DECODERS, ENCODERS
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, weights_of_kernel
 from hf_attn_variants.modeling.mechanisms.kernels import hybrid_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference import linear as reference_linear
 
@@ -175,7 +175,7 @@ def test_windows_by_layer_are_saved_and_loaded(tmp_path):
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
     with torch.no_grad():
         assert loaded(**BERT.batch("BertModel"))[0].equal(model(**BERT.batch("BertModel"))[0])
-    with pytest.raises(ValueError, match="attention_kernel='hybrid'"):
+    with pytest.raises(ValueError, match="`attention_kernel` must be 'hybrid'"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 
 

@@ -126,7 +126,7 @@ def test_saved_and_loaded_and_nothing_learned_is_dropped(tmp_path):
         {"attention_kernel": "hedgehog"},
         {"attention_kernel": None},
     ):
-        with pytest.raises(ValueError, match="attention_kernel="):
+        with pytest.raises(ValueError, match="`attention_kernel` must be"):
             load(tmp_path, **fields)
     assert kernels(load(tmp_path, **lists)) == [None, "hedgehog"]
 

@@ -16,7 +16,7 @@ from fixtures.talking_heads_calls import CUDA, INTERPRETED, needs_triton
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from hf_attn_variants.modeling.ops import kernel_trials, latent_decoding
+from hf_attn_variants.modeling.ops import backend_choice, latent_decoding
 from hf_attn_variants.modeling.ops.latent_decoding import (
     Launch,
     attend_to_one_latent,
@@ -128,7 +128,7 @@ def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypat
         pytest.skip("that part is all")
     warnings = []
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(fault))
-    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs(memories, keys=100)
     mask = torch.ones(memories, 1, 1, 100, dtype=torch.bool, device=DEVICE) if masked else None
     expected = scaled_dot_product_attention(query, latent, latent, mask, scale=0.2)
@@ -151,7 +151,7 @@ def test_what_triton_makes_exactly_agrees(monkeypatch):
 @needs_triton
 def test_a_call_that_only_fails_later_is_computed_by_torch_where_triton_is_not(monkeypatch):
     kernels, warnings = latent_decoding.one_latent_by_kernels, []
-    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs()
     attend_to_one_latent(query, latent, scaling=0.2)
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels("raises"))

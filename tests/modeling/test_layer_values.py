@@ -166,29 +166,29 @@ def test_a_mixed_bert_decodes_with_a_cache_as_without():
 
 # (fields of the checkpoint, fields asked for, what the message says of both, the option of the convert command)
 T5_REFUSED = [
-    ({}, {"cross_kv_lora_rank": 24}, "has cross_kv_lora_rank=None, the configuration asks for 24", 24),
-    ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "cross_kv_lora_rank=40, .* asks for 24", 24),
-    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 16}, "cross_kv_lora_rank=24, .* asks for 16", 16),
-    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 40}, "cross_kv_lora_rank=24, .* asks for 40", 40),
-    ({}, {"kv_lora_rank": 16}, "kv_lora_rank=None, .* asks for 16", 16),
-    ({}, {"encoder_kv_lora_rank": 16}, "encoder_kv_lora_rank=None, .* asks for 16", 16),
-    ({}, {"per_layer_values": {"kv_lora_rank": [16, 40]}}, r"asks for \[16, 40\]", {"kv_lora_rank": [16, 40]}),
+    ({}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be None .* got 24", 24),
+    ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be 40 .* got 24", 24),
+    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 16}, "`cross_kv_lora_rank` must be 24 .* got 16", 16),
+    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 40}, "`cross_kv_lora_rank` must be 24 .* got 40", 40),
+    ({}, {"kv_lora_rank": 16}, "`kv_lora_rank` must be None .* got 16", 16),
+    ({}, {"encoder_kv_lora_rank": 16}, "`encoder_kv_lora_rank` must be None .* got 16", 16),
+    ({}, {"per_layer_values": {"kv_lora_rank": [16, 40]}}, r"got \[16, 40\]", {"kv_lora_rank": [16, 40]}),
     (
         {},
         {"per_layer_config": {1: {"num_key_value_heads": 4}}},
-        r"num_key_value_heads=12, .* asks for \[12, 4\]",
+        r"`num_key_value_heads` must be 12 .* got \[12, 4\]",
         {"num_key_value_heads": [12, 4]},
     ),
     (
         {"per_layer_values": {"num_key_value_heads": [4, 12]}},
         {"num_key_value_heads": 12},
-        r"num_key_value_heads=\[4, 12\], .* asks for 12",
+        r"`num_key_value_heads` must be \[4, 12\] .* got 12",
         12,
     ),
     (
         {"per_layer_values": {"num_key_value_heads": [4, 12]}},
         {"per_layer_values": {"num_key_value_heads": [12, 4]}},
-        r"num_key_value_heads=\[4, 12\], .* asks for \[12, 4\]",
+        r"`num_key_value_heads` must be \[4, 12\] .* got \[12, 4\]",
         {"num_key_value_heads": [12, 4]},
     ),
 ]

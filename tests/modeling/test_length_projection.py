@@ -7,8 +7,8 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel, weights_of_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, segment_means
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference.linear import linformer_attention
@@ -80,7 +80,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
         expected = model(other)[0]
         assert loaded(other)[0].equal(expected)
         torch.testing.assert_close(program.module()(other)[0], expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="attention_kernel_features="):
+    with pytest.raises(ValueError, match="`attention_kernel_features` must be"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel_features=5)
 
 

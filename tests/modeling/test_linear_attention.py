@@ -5,14 +5,10 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch import nn
 
-from hf_attn_variants.modeling.attention.kernel_interface import (
-    attend_by_kernel,
-    keys_read,
-    weights_of_kernel,
-)
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, keys_read, weights_of_kernel
+from hf_attn_variants.modeling.mechanisms.kernels import feature_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import kernel_class
-from hf_attn_variants.modeling.ops import causal_sums
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference import linear as reference_linear
 
@@ -27,7 +23,7 @@ EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(causal_sums, "CHUNK", 8)
+    monkeypatch.setattr(feature_kernel, "CHUNK", 8)
 
 
 def attention(name, groups=2, causal=False, dtype=torch.float32):

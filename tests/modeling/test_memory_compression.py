@@ -118,7 +118,7 @@ def test_no_conversion():
 
 def test_masks_it_cannot_follow_are_refused():
     model, ids = BERT.model("BertModel", **COMPRESSED), token_ids(2, LENGTH)
-    with pytest.raises(ValueError, match="mask must be boolean"):
+    with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())
     with pytest.raises(ValueError, match="`global_attention_mask`"):
         model(ids, global_attention_mask=torch.ones(2, LENGTH).long())

@@ -6,7 +6,7 @@ from architectures import ARCHITECTURES, BERT, T5, token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
-from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
+from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 
 pytestmark = pytest.mark.cross_product
 
@@ -48,8 +48,8 @@ EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 8)
-    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 8)
+    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
 
 
 def fields_of(name, prefix="", **more):

@@ -148,7 +148,7 @@ def test_a_checkpoint_with_learned_positions_loads_and_says_what_is_lost(archite
     architecture.upstream_model(head).save_pretrained(tmp_path / "plain")
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     model = model_class.from_pretrained(tmp_path / "plain", **SINUSOIDAL)
-    assert "was trained with learned positions: sinusoidal ones take their place" in said.text
+    assert "was trained with learned positions. Sinusoidal positions replace them" in said.text
     said.clear()
     model.save_pretrained(tmp_path / "sinusoidal")
     again = model_class.from_pretrained(tmp_path / "sinusoidal")

@@ -5,11 +5,10 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch.nn import functional
 
-from hf_attn_variants.modeling.ops import blocked_attention, window_blocks
+from hf_attn_variants.modeling.ops import blocked_attention, key_ranges
+from hf_attn_variants.modeling.ops.key_ranges import BlockWindows, KeyRange, as_full_attention, fills_blocks
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
-from hf_attn_variants.modeling.ops.reach import KeyRange
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
-from hf_attn_variants.modeling.ops.window_blocks import BlockWindows, as_full_attention, fills_blocks
 from hf_attn_variants.reference import patterns as reference_patterns
 from hf_attn_variants.reference.talking_heads import attention_core
 
@@ -29,7 +28,7 @@ EVERY_WINDOW = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):
@@ -69,9 +68,9 @@ def test_blocks_are_the_formula(fields, n, groups, biased):
     leaves, padding = make_call(n, groups, biased)
     expected, exact = by_formula(leaves, fields, padding)
     bias = leaves[3] if biased else None
-    reach, mask = reach_of(**fields), padding[:, None, None]
-    assert fills_blocks(reach, leaves[0], leaves[1], mask)
-    found = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, reach=reach)
+    key_range, mask = reach_of(**fields), padding[:, None, None]
+    assert fills_blocks(key_range, leaves[0], leaves[1], mask)
+    found = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, key_range=key_range)
     compare(found, expected, leaves, exact, 1e-5)
 
 
@@ -101,12 +100,12 @@ def test_the_last_queries_of_a_longer_memory(fields, queries, biased):
     leaves, padding = make_call(60, biased=biased)
     expected, _ = by_formula(leaves, fields, padding)
     query, key, value = leaves[0][:, :, -queries:], *leaves[1:3]
-    reach, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    key_range, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
+    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
     torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
     # What a cache has kept of the memory; the mask is of all tokens, the bias of all distances.
-    key, value = (states[:, :, -(reach.before + queries) :] for states in (key, value))
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    key, value = (states[:, :, -(key_range.before + queries) :] for states in (key, value))
+    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
     torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
@@ -123,7 +122,7 @@ def test_heads_that_talk_in_windows(fields):
         *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask
     )
     found = talking_heads_attention(
-        *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, reach=reach_of(**fields),
+        *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, key_range=reach_of(**fields),
         logits_proj=mixes[0], weights_proj=mixes[1],
     )  # fmt: skip
     compare(found, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
@@ -132,35 +131,38 @@ def test_heads_that_talk_in_windows(fields):
 @pytest.mark.parametrize("fields", [{"window": 82}, {"window": 41 * 2, "causal": True}], ids=["", "causal"])
 def test_a_window_wider_than_the_text_is_full_attention(fields):
     leaves, padding = make_call(41)
-    reach, mask = reach_of(**fields), padding[:, None, None]
-    assert not fills_blocks(reach, leaves[0], leaves[1], mask)
-    if reach.is_causal:
-        assert as_full_attention(reach, *leaves[:2], None, None) == (None, None)  # left to the kernel's `is_causal`
+    key_range, mask = reach_of(**fields), padding[:, None, None]
+    assert not fills_blocks(key_range, leaves[0], leaves[1], mask)
+    if key_range.is_causal:
+        assert as_full_attention(key_range, *leaves[:2], None, None) == (
+            None,
+            None,
+        )  # left to the kernel's `is_causal`
     else:
-        assert as_full_attention(reach, *leaves[:2], mask, None)[0].equal(mask)
-    found = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
-    expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=reach.is_causal)
+        assert as_full_attention(key_range, *leaves[:2], mask, None)[0].equal(mask)
+    found = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
+    expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=key_range.is_causal)
     torch.testing.assert_close(found, expected)
 
 
 @EVERY_WINDOW
 @pytest.mark.parametrize("n, m", [(1, 1), (7, 7), (41, 41), (96, 96), (5, 41)])
 def test_blocks_read_every_key_of_their_windows_once(fields, n, m):
-    reach = reach_of(**fields)
-    if n < m and not reach.is_causal:
+    key_range = reach_of(**fields)
+    if n < m and not key_range.is_causal:
         pytest.skip("an encoder's queries are as many as its keys")
     read = torch.zeros(n, m, dtype=torch.long)
-    for rows, spans in BlockWindows(reach, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
+    for rows, spans in BlockWindows(key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)
-    allowed = reach.allowed(positions[m - n :], positions)
+    allowed = key_range.allowed(positions[m - n :], positions)
     assert read.max() == 1 and not (allowed & (read == 0)).any()
 
 
 def test_dropout_drops_weights_and_keeps_their_mean():
     leaves, padding = make_call(64)
-    call = {"scaling": 0.4, "reach": reach_of(6, global_tokens=1)}
+    call = {"scaling": 0.4, "key_range": reach_of(6, global_tokens=1)}
     mask = padding[:, None, None]
     kept = talking_heads_attention(*leaves[:3], mask, **call)
     torch.manual_seed(0)
@@ -183,7 +185,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
         with LargestTensor() as largest:
             bias = leaves[3] if biased else None
             output = talking_heads_attention(
-                *leaves[:3], padding[:, None, None], bias, scaling=0.4, reach=reach_of(6, global_tokens=1)
+                *leaves[:3], padding[:, None, None], bias, scaling=0.4, key_range=reach_of(6, global_tokens=1)
             )
             output.sum().backward()
         sizes.append(largest.numel)
@@ -192,11 +194,11 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
 
 def test_compiled_and_half_precision_calls():
     leaves, padding = make_call(64)
-    reach, mask = reach_of(6, global_tokens=1), padding[:, None, None]
-    exact = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
+    key_range, mask = reach_of(6, global_tokens=1), padding[:, None, None]
+    exact = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
 
     def attend(*states):
-        return talking_heads_attention(*states, mask, scaling=0.4, reach=reach)
+        return talking_heads_attention(*states, mask, scaling=0.4, key_range=key_range)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*leaves[:3]), exact)

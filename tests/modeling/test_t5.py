@@ -244,7 +244,7 @@ def test_padding_changes_nothing(variant, side):
 
 def test_memory_side_dynamic_projections_keep_no_cache(tmp_path):
     model = T5.model("T5ForConditionalGeneration", "dynamic")
-    with pytest.raises(ValueError, match="use_cache=False"):
+    with pytest.raises(ValueError, match="`use_cache` must be False"):
         model.generate(**text_inputs(), max_new_tokens=3, use_cache=True)
     model.save_pretrained(tmp_path)
     generation = json.loads((tmp_path / "generation_config.json").read_text())

@@ -33,7 +33,7 @@ from hf_attn_variants.modeling.ops import (
     memory_efficient_attention,
     triton_attention,
 )
-from hf_attn_variants.modeling.ops.attention_operands import Operands
+from hf_attn_variants.modeling.ops.blocked_attention import Operands
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
@@ -228,7 +228,7 @@ def test_the_backend_is_chosen_and_checked():
     with pytest.raises(ValueError, match="`dropout`"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
     assert not triton_attention.is_supported(Operands(query, key, value))
-    with pytest.raises(ValueError, match="`backend="):
+    with pytest.raises(ValueError, match="`backend` must be"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64
 

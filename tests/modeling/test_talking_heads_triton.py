@@ -24,7 +24,7 @@ from fixtures.talking_heads_calls import (
     needs_triton,
 )
 
-from hf_attn_variants.modeling.ops import backend_choice, kernel_trials, memory_efficient_attention, triton_attention
+from hf_attn_variants.modeling.ops import backend_choice, memory_efficient_attention, triton_attention
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -96,7 +96,7 @@ def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
 
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (failing_forward, failing_backward))
     warnings = []
-    monkeypatch.setattr(kernel_trials.logger, "warning", warnings.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     device = device_of("triton")
     for _ in range(2):
         mask, causal, added = make_mask("rows", device=device)
@@ -242,7 +242,7 @@ def test_loads_where_there_is_no_triton():
         "package.__path__ = ['hf_attn_variants']\n"
         "import torch\n"
         "from hf_attn_variants.modeling.ops import triton_attention\n"
-        "from hf_attn_variants.modeling.ops.attention_operands import Operands\n"
+        "from hf_attn_variants.modeling.ops.blocked_attention import Operands\n"
         "x = torch.ones(1, 2, 3, 4)\n"
         "assert triton_attention.triton is None and not triton_attention.is_supported(Operands(x, x, x))\n"
     )

@@ -328,9 +328,9 @@ def test_a_checkpoint_keeps_the_heads_that_it_has(tmp_path):
     made(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     for fields, message in (
-        ({"cross_talking_heads": "none"}, "cross_talking_heads='both'.*None"),
-        ({"cross_talking_heads": "logits"}, "cross_talking_heads='both'.*'logits'"),
-        ({"cross_talking_heads_dynamic": ["x2l"]}, "cross_talking_heads_dynamic="),
+        ({"cross_talking_heads": "none"}, "`cross_talking_heads` must be 'both'.*None"),
+        ({"cross_talking_heads": "logits"}, "`cross_talking_heads` must be 'both'.*'logits'"),
+        ({"cross_talking_heads_dynamic": ["x2l"]}, "`cross_talking_heads_dynamic` must be"),
     ):
         with pytest.raises(ValueError, match=message):
             model_class.from_pretrained(tmp_path, **fields)

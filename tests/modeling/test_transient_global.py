@@ -126,7 +126,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
     assert first.global_input_layer_norm.weight.eq(0.5).all()  # T5's rule: `initializer_factor`
     std = 0.5 * model.config.d_model**-0.5
     assert first.global_relative_attention_bias.weight.std().item() == pytest.approx(std, rel=0.4)
-    assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.reach.radius, 3)
+    assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.key_range.radius, 3)
     model.save_pretrained(tmp_path / "summaries")
     again = model_class.from_pretrained(tmp_path / "summaries").eval()
     batch = T5.batch("T5ForConditionalGeneration")
@@ -139,7 +139,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
 
 def test_masks_it_cannot_follow_and_conversions_are_refused():
     model = encoder()
-    with pytest.raises(ValueError, match="mask must be boolean"):
+    with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
     whole = T5.model("T5ForConditionalGeneration", **SUMMARIES)
     with pytest.raises(ValueError, match="transient_global"):

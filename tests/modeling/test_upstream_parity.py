@@ -113,7 +113,7 @@ def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
 @pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
 def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mismatched_sizes, tmp_path):
     BERT.model("BertModel", saved).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{name}="):
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(
             tmp_path, config=BERT.config(**fields), ignore_mismatched_sizes=ignore_mismatched_sizes
         )
@@ -122,7 +122,7 @@ def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mism
 def test_a_plain_t5_has_a_position_bias_of_as_many_heads(tmp_path):
     T5.model("T5ForConditionalGeneration", "mha").save_pretrained(tmp_path)
     config = T5.config(talking_heads="both", talking_heads_init="random", num_softmax_heads=24)
-    with pytest.raises(ValueError, match="num_softmax_heads=12"):
+    with pytest.raises(ValueError, match="`num_softmax_heads` must be 12"):
         hf_attn_variants.AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, config=config)
 
 

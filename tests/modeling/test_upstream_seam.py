@@ -12,11 +12,15 @@ from relatives import RELATIVES
 from torch import nn
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
+from transformers.models.mpnet.modeling_mpnet import MPNetAttention, MPNetSelfAttention
 
 import hf_attn_variants
-from hf_attn_variants.modeling import transformers_trial, upstream, upstream_checks
+from hf_attn_variants.modeling import transformers_internals, transformers_trial
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
-from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
+from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
+from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
+from hf_attn_variants.modeling.transformers_internals import Arguments, UpstreamChanged
+from hf_attn_variants.modeling.variant_names import MODEL_FOLDERS
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
 EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
@@ -53,25 +57,41 @@ def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
     assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
 
 
+@pytest.mark.parametrize("owner", [MPNetSelfAttention, MPNetAttention])
+def test_a_class_without_the_attention_interface_is_not_called_changed(owner):
+    with pytest.raises(TypeError, match=rf"`{owner.__name__}` .*modeling_mpnet` has no `eager_attention_forward`"):
+        type("Variant", (AttentionVariantMixin, owner), {"roles": ("states", "mask")})
+
+
+def test_the_folders_of_models_are_those_of_the_configurations():
+    assert sorted(MODEL_FOLDERS) == sorted(config_class.upstream_model_types[0] for config_class in CONFIG_CLASSES)
+
+
 def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
-    with pytest.raises(UpstreamChanged, match="memory_store, and none of cache, past_key_values") as caught:
+    with pytest.raises(UpstreamChanged, match="memory_store, but none of cache, past_key_values") as caught:
         Arguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
-    assert f"{upstream.OLDEST_RUN} to {upstream.NEWEST_RUN}" in message and transformers.__version__ in message
+    assert (
+        f"{transformers_internals.OLDEST_RUN} to {transformers_internals.NEWEST_RUN}" in message
+        and transformers.__version__ in message
+    )
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
-        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, where 2 are known"):
+        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, but this code expects 2"):
             Arguments(layer, ("states",), returns=2)
     with pytest.raises(
-        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, where mask is known"
+        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, but this code expects mask"
     ):
-        upstream.check_method(Layer, "forward", ("mask",))
+        transformers_internals.check_method(Layer, "forward", ("mask",))
     with pytest.raises(UpstreamChanged, match="`Layer` has no `reorder_cache`"):
-        upstream.check_method(Layer, "reorder_cache", ())
+        transformers_internals.check_method(Layer, "reorder_cache", ())
     with pytest.raises(UpstreamChanged, match="no longer calls `_reorder_cache`"):
-        upstream.check_called(Layer, "forward", "_reorder_cache")
-    with pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"), upstream.known_imports():
+        transformers_internals.check_called(Layer, "forward", "_reorder_cache")
+    with (
+        pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"),
+        transformers_internals.known_imports(),
+    ):
         from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
 
 
@@ -91,12 +111,12 @@ def test_the_checks_take_a_fraction_of_what_tiny_models_take():
     assert len(classes) >= len(HOSTS)
 
     def check():
-        upstream_checks.check_models()
-        upstream_checks.check_caches()
+        transformers_internals.check_models()
+        transformers_internals.check_caches()
         for each in classes:
-            owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
+            owner = transformers_internals.upstream_class(each, attention_mixin.AttentionVariantMixin)
             Arguments(owner, each.roles, returns=each.returns)
-            upstream_checks.check_attention_function(owner)
+            transformers_internals.check_attention_function(owner)
 
     took = []
     for _ in range(5):
@@ -167,7 +187,7 @@ def test_a_layer_that_shows_the_latent_has_a_dtype():
     host = ROWS["t5"]
     model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{upstream.cache_name(): cache})
+    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.cache_name(): cache})
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
@@ -257,5 +277,5 @@ def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypat
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
     head = next(iter(host.heads))
     for _ in range(2):  # whoever catches the first error gets the second
-        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
+        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ for a whole text differ"):
             getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))

@@ -94,9 +94,9 @@ def with_the_formula(monkeypatch):
     """Have every attention be computed by the formula; return the sizes of values that it met."""
     sizes = []
 
-    def attend_by_maps(self, maps, states, mask, dropout, memory=None, cache=None, **options):
+    def attend_by_maps(self, maps, states, mask, dropout, encoder_outputs=None, cache=None, **options):
         sizes.append(maps[2].out_features)
-        return by_the_formula(self, maps, states, mask, memory, None)
+        return by_the_formula(self, maps, states, mask, encoder_outputs, None)
 
     def outputs_and_bias(self, states, memory, mask, cache, position_bias, kwargs):
         if position_bias is None and self.has_relative_attention_bias:

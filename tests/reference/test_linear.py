@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_attn_variants.modeling.mechanisms.kernels.random_vectors import draw_vectors
+from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import draw_vectors
 from hf_attn_variants.reference.linear import (
     elu_features,
     favor_features,

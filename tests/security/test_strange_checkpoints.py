@@ -134,7 +134,7 @@ def test_sizes_that_the_weights_do_not_have(bert, sources, tmp_path, capsys, cap
     [
         ({"relative_attention_num_buckets": 0}, "must be at least 4"),
         ({"relative_attention_num_buckets": -32}, "must be at least 4"),
-        ({"relative_attention_max_distance": 0}, "more than half of that; got 32 and 0"),
+        ({"relative_attention_max_distance": 0}, "more than half of it, got 32 and 0"),
         ({"layer_norm_epsilon": 1}, "'layer_norm_epsilon' expected float, got int"),
         ({"output_hidden_states": 0.5}, "configuration is (wrong|not valid): TypeError: .+"),
     ],

@@ -67,7 +67,7 @@ def general_mutations() -> Iterator[dict[str, Any]]:
     yield from _of_functions()
     yield from _of_interfaces()
     op = {"op": "invert_masks", "modules": [MASKS, SDPA]}
-    yield _mutation("meaning", "masks say what is not read", op, ["off upstream's"], is_newer=True)
+    yield _mutation("meaning", "masks say what is not read", op, ["differ from those of Transformers"], is_newer=True)
 
 
 def _parameters_of(module: str, name: str) -> list[str]:

@@ -16,12 +16,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ...errors import as_value_error
 from ...modeling.attention.attention_interface import attention_function
 from ...modeling.attention.attention_sites import AttentionSite
-from ...modeling.attention.kernel_interface import attend_by_kernel
+from ...modeling.attention.mechanism_attention import attend_by_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.patterns.global_tokens import global_tokens_of
+from ...modeling.mechanisms.patterns.window_pattern import global_tokens_of
+from ...modeling.ops.key_ranges import as_full_attention
 from ...modeling.ops.padded_rows import from_first_token
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from ...modeling.ops.window_blocks import as_full_attention
 from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
@@ -244,15 +244,15 @@ def _compute_mask_and_bias(
     @from_first_token  # it moves rows, and moves the attention weights back: here, the mask takes their place
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
-        reach = kwargs.get("reach", module.reach)
-        global_tokens = global_tokens_of(reach, kwargs)
-        mask, bias = as_full_attention(reach, query, key, mask, position_bias, global_tokens)
+        key_range = kwargs.get("key_range", module.key_range)
+        global_tokens = global_tokens_of(key_range, kwargs)
+        mask, bias = as_full_attention(key_range, query, key, mask, position_bias, global_tokens)
         if mask is not None:
             shape = query.shape[0], *mask.shape[1:]
             mask = mask.expand(shape)
         return query.transpose(1, 2), mask
 
-    if module.reach is not None:
+    if module.key_range is not None:
         mask = pattern_mask(module, query, key, key, mask, **kwargs)[1]
     if mask is not None and mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)

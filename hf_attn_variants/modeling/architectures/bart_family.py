@@ -50,7 +50,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     v_proj: nn.Linear
     out_proj: nn.Linear
 
-    roles = ("states", "memory", "cache", "mask")
+    roles = ("states", "encoder_outputs", "cache", "mask")
     upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,17 +58,17 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
 
         The arguments are those of the Transformers class.
         """
-        states, memory, cache, mask = self.arguments.read(args, kwargs)
-        if memory is not None and self.heads.rank is None:
-            memory, each = rows_of_sentences(memory, (self.k_proj, self.v_proj)), memory
-            if memory is not each:
-                args, kwargs = (), self.arguments.by_name(args, kwargs, memory=memory)
-        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
+        if encoder_outputs is not None and self.heads.rank is None:
+            encoder_outputs, repeated = rows_of_sentences(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
+            if encoder_outputs is not repeated:
+                args, kwargs = (), self.arguments.by_name(args, kwargs, encoder_outputs=encoder_outputs)
+        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps = (self.q_proj, self.k_proj, self.v_proj)
         output, weights = self.attend_by_maps(
-            maps, states, mask, self.dropout, memory=memory, cache=cache, **others, **dynamic
+            maps, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

@@ -63,15 +63,17 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     key: nn.Linear
     value: nn.Linear
 
-    roles = ("states", "memory", "mask", "cache")
+    roles = ("states", "encoder_outputs", "mask", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
-        states, memory, mask, cache = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        states, encoder_outputs, mask, cache = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_by_maps(maps, states, mask, dropout, memory=memory, cache=cache, **others, **dynamic)
+        return self.attend_by_maps(
+            maps, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
+        )

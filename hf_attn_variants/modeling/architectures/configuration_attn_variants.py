@@ -2,12 +2,11 @@
 
 from typing import Any, ClassVar
 
-from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..fields.field_checks import check_buckets
-from ..fields.variant_config import AttnVariantConfigMixin
+from ..fields.variant_config import AttnVariantConfigMixin, CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
 from ..mechanisms.talking_heads import KIND, has_talking_heads, talking_group
-from ..upstream import auto_class_names, known_imports
+from ..transformers_internals import auto_class_names, known_imports
 
 with known_imports():
     from transformers import (
@@ -148,8 +147,9 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
         super().check_variant()
         if self.sinusoidal_pos_embds and has_sinusoids(self):
             raise ValueError(
-                '`sinusoidal_pos_embds` and `position_embedding_type="sinusoidal"` cannot stand together: the first '
-                "is a table of parameters that begins as sinusoids, the second has no parameters; got both."
+                '`sinusoidal_pos_embds` must be False with `position_embedding_type="sinusoidal"`, got True. '
+                "The first is a table of parameters that is initialized with sinusoids, and the second has "
+                "no parameters."
             )
 
 
@@ -198,8 +198,8 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
             counts = [self.talking_heads_of(prefix, layer).softmax for layer in layers]
             if len(set(counts)) > 1:
                 raise ValueError(
-                    f"`{prefix}num_softmax_heads` must be the same in all layers of a T5, which share a position bias "
-                    f"with a column for each; got {counts}."
+                    f"`{prefix}num_softmax_heads` must be the same in all layers of a T5, got {counts}. All "
+                    "layers share a position bias with one column per softmax head."
                 )
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -249,8 +249,9 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
         if len(set(heads)) > 1 and has_talking_heads(self, "") and not talking_group(self, "encoder_"):
             raise ValueError(
-                f"`encoder_talking_heads` must be given as well if the encoder and the decoder have different numbers "
-                f"of heads; got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}."
+                "`encoder_talking_heads` must be given if the encoder and the decoder have different numbers "
+                f"of heads, got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}. "
+                'Use "none" for an encoder without talking heads.'
             )
 
 

@@ -7,7 +7,7 @@ from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..upstream import known_imports, variants_of
+from ..transformers_internals import known_imports, variants_of
 from .configuration_attn_variants import AttnVariantAlbertConfig
 
 with known_imports():

@@ -1,8 +1,9 @@
 """Marian models with the attention variants of this package."""
 
-from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.latent_attention import MakesCrossLatent
+from ..attention.shared_rows import BeamsShareMemory
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import known_imports, variants_of
+from ..transformers_internals import known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMarianConfig
 

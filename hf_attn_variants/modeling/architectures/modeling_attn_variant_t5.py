@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.latent_attention import MakesCrossLatent
+from ..attention.shared_rows import BeamsShareMemory
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import AddsSinusoids
-from ..upstream import known_imports, variants_of
+from ..transformers_internals import known_imports, variants_of
 from .configuration_attn_variants import AttnVariantT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
@@ -37,7 +38,7 @@ __all__ = [
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     """The self- or cross-attention of T5 with k key/value heads and, if configured, a latent or talking heads."""
 
-    roles = ("states", "memory", "mask", "cache", "bias")
+    roles = ("states", "encoder_outputs", "mask", "cache", "bias")
     returns = 3
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -49,8 +50,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
-        (states, memory, mask, cache, bias), others = self.arguments.split(args, kwargs)
-        return self.outputs_and_bias(states, memory, mask, cache, bias, others)
+        (states, encoder_outputs, mask, cache, bias), others = self.arguments.split(args, kwargs)
+        return self.outputs_and_bias(states, encoder_outputs, mask, cache, bias, others)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):

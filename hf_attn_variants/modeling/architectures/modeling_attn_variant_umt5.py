@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
-from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.latent_attention import MakesCrossLatent
+from ..attention.shared_rows import BeamsShareMemory
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import AddsSinusoids
 from ..ops.variant_attention import AttentionHeads
-from ..upstream import check_attributes, known_imports, variants_of
+from ..transformers_internals import check_attributes, known_imports, variants_of
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
@@ -38,20 +39,20 @@ __all__ = [
 class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     """`UMT5Attention` with k key/value heads and, if configured, a latent or talking heads."""
 
-    roles = ("states", "memory", "mask", "cache")
+    roles = ("states", "encoder_outputs", "mask", "cache")
 
-    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Prepare the attention as for T5, and make the self-attention of the decoder causal."""
         check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
         # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later
         # tokens.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
-        super().install_variant(config, heads, query_dim, memory_dim)
+        super().install_variant(config, heads, query_dim, key_input_dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
-        (states, memory, mask, cache), others = self.arguments.split(args, kwargs)
-        output, _, weights = self.outputs_and_bias(states, memory, mask, cache, None, others)
+        (states, encoder_outputs, mask, cache), others = self.arguments.split(args, kwargs)
+        output, _, weights = self.outputs_and_bias(states, encoder_outputs, mask, cache, None, others)
         return output, weights
 
 

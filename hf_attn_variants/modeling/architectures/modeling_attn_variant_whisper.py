@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.latent_attention import MakesCrossLatent
+from ..attention.shared_rows import BeamsShareMemory
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..upstream import Arguments, known_imports, variants_of
-from ..upstream_checks import check_attention_function
+from ..transformers_internals import Arguments, check_attention_function, known_imports, variants_of
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
 

@@ -12,15 +12,15 @@ from ..attention.latent_attention import attend_to_latent
 from ..attention.shared_rows import rows_of_sentences
 from ..mechanisms.patterns.transient_global import (
     SummingAttention,
+    TransientPattern,
     add_summary_parameters,
     attend_with_summaries,
     summary_table,
 )
-from ..mechanisms.patterns.transient_pattern import TransientPattern
 from ..mechanisms.sinusoidal_positions import has_sinusoids
-from ..ops.reach import TransientGlobal
+from ..ops.key_ranges import TransientGlobal
 from ..ops.variant_attention import AttentionHeads
-from ..upstream import check_attributes, check_method, known_imports, upstream_class
+from ..transformers_internals import check_attributes, check_method, known_imports, upstream_class
 
 with known_imports():
     from transformers import initialization as init
@@ -93,12 +93,12 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         owner = upstream_class(cls, AttentionVariantMixin)
         check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
-    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Set the head counts, add the talking-heads parameters and resize the position bias to the softmax heads.
 
         With sinusoidal positions, the position bias is removed.
         """
-        super().install_variant(config, heads, query_dim, memory_dim)
+        super().install_variant(config, heads, query_dim, key_input_dim)
         check_attributes(self, ("relative_attention_bias",) if self.has_relative_attention_bias else ())
         if self.has_relative_attention_bias and has_sinusoids(config):
             self.has_relative_attention_bias = False
@@ -127,13 +127,13 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
     def outputs_and_bias(
         self,
         states: torch.Tensor,
-        memory: torch.Tensor | None,
+        encoder_outputs: torch.Tensor | None,
         mask: torch.Tensor | None,
         cache: Any,
         position_bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Attend within `states` [b, n, d_model], or from them to `memory` [b, m, d_model].
+        """Attend within `states` [b, n, d_model], or from them to `encoder_outputs` [b, m, d_model].
 
         Args:
             position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions
@@ -143,27 +143,27 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         Returns:
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
-        if memory is not None and self.heads.rank is None:
-            memory = rows_of_sentences(memory, (self.k, self.v))
-        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        if encoder_outputs is not None and self.heads.rank is None:
+            encoder_outputs = rows_of_sentences(encoder_outputs, (self.k, self.v))
+        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((self.k, self.v), states, memory, cache)
-            memory_length = key.shape[2]
+            key, value = self.keys_and_values_of((self.k, self.v), states, encoder_outputs, cache)
+            key_length = key.shape[2]
         else:
-            latent, layer = self.latent_of(states, memory, cache)  # [b, 1, m, r]
-            memory_length = latent.shape[2]
+            latent, layer = self.latent_of(states, encoder_outputs, cache)  # [b, 1, m, r]
+            key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
-            if self.reach is not None:  # by distance, for one query in the middle (`relative_bias`)
+            if self.key_range is not None:  # by distance, for one query in the middle (`relative_bias`)
                 length, past_length = 1, past_length + length - 1
-                memory_length = 2 * past_length + 1
+                key_length = 2 * past_length + 1
             # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share
             # the bias.
-            position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
-            if isinstance(self.reach, TransientGlobal):
+            position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
+            if isinstance(self.key_range, TransientGlobal):
                 position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
         bias = position_bias
         if bias is not None and not self.is_own:
@@ -172,7 +172,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
-        if isinstance(self.reach, TransientGlobal):
+        if isinstance(self.key_range, TransientGlobal):
             operands = (query, key, value)
             output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
         elif self.heads.rank is None:

@@ -1,4 +1,4 @@
-"""The attention functions that this package registers with Transformers' attention interface.
+"""The attention functions and mask functions that this package registers with Transformers.
 
 A module without a mechanism other than grouped heads (`is_plain`) is computed here. All others go to
 `mechanism_attention`.
@@ -8,21 +8,53 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..fields.mechanism_fields import asks_for_padding_alone
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, call_options, wants_weights
-from ..upstream import known_imports, refuse_unknown
-from ..upstream_checks import check_mask_functions
+from ..ops.variant_attention import VariantAttention, call_options, is_traced, wants_weights
+from ..transformers_internals import check_mask_functions, known_imports, refuse_unknown
 from ..variant_names import EAGER, SDPA
-from .attention_masks import mask_of_padding
 from .mechanism_attention import attend_with_mechanisms
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["attention_function", "eager_attention_forward", "sdpa_attention_forward"]
+__all__ = [
+    "attention_function",
+    "eager_attention_forward",
+    "mask_of_padding",
+    "sdpa_attention_forward",
+]
+
+
+def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    """Return a mask function that covers only padding if the attention has a pattern or a kernel.
+
+    In other cases, it calls the mask function of Transformers. A padding mask is [b, 1, 1, m]. The attention applies
+    the causal rule and the window itself, because a mask [n, m] would be larger than all of its other tensors. The
+    mask of a decoder covers all tokens seen, even if the cache of a layer stores fewer.
+    """
+
+    def mask(**options: Any) -> torch.Tensor | None:
+        function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
+        is_causal = function is causal_mask_function
+        if function not in (causal_mask_function, bidirectional_mask_function):
+            return upstream(**options)
+        if not asks_for_padding_alone(options.get("config"), True if is_causal else None):
+            return upstream(**options)
+        if padding is None:
+            return None
+        if not is_causal:
+            length, offset = options["kv_length"], options.get("kv_offset", 0)
+            missing = max(0, length + offset - padding.shape[1])
+            padding = nn.functional.pad(padding, (0, missing))[:, offset : offset + length]
+        return None if not is_traced() and padding.all() else padding.bool()[:, None, None]
+
+    return mask
+
 
 AttentionResult = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -95,8 +127,8 @@ def sdpa_attention_forward(
 
 def attention_function(name: str) -> Callable[..., AttentionResult]:
     """Return the attention function that is registered under a name."""
-    own = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
-    return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    function = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
+    return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
 OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 
 from ..fields.composition import check_implementation
-from ..mechanisms.patterns.global_tokens import check_global_mask
+from ..mechanisms.patterns.window_pattern import check_global_mask
 from ..mechanisms.talking_heads import projection_shapes, projection_std
 from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
-from ..upstream import Arguments, check_attributes, known_imports, upstream_class
-from ..upstream_checks import check_attention_function
+from ..transformers_internals import (
+    Arguments,
+    check_attention_function,
+    check_attributes,
+    known_imports,
+    upstream_class,
+)
 from ..variant_names import EAGER, SDPA
 from .attention_interface import attention_function
 from .decoder_caches import prepare_cache
@@ -40,7 +45,7 @@ class AttentionVariantMixin(_Attention):
     It comes before the class of Transformers in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant reads (`upstream.ROLES`).
+        roles: the arguments of the original `forward` that the variant reads (`transformers_internals.ROLES`).
         returns: the number of values that `forward` returns.
         upstream_attributes: the attributes of the original module that the variant reads, except its linear layers.
         arguments: the arguments of the original `forward` by role. Each class gets its own.
@@ -55,17 +60,17 @@ class AttentionVariantMixin(_Attention):
         super().__init_subclass__(**kwargs)
         if issubclass(cls, nn.Module):
             owner = upstream_class(cls, AttentionVariantMixin)
-            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
             check_attention_function(owner)
+            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
 
-    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Store the head counts and add the talking-heads parameters. The model initializes them later.
 
         Args:
             config: the configuration of the model.
             heads: the head counts, the rank of the latent and the talking-heads settings of the attention.
             query_dim: the size of the inputs of the query projection.
-            memory_dim: the size of the inputs on the key side, as the attention receives them.
+            key_input_dim: the size of the inputs on the key side, as the attention receives them.
         """
         check_attributes(self, ("config", *self.upstream_attributes))
         self.heads = heads
@@ -73,7 +78,7 @@ class AttentionVariantMixin(_Attention):
         # Transformers assumes that values are as wide as keys.
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
-        shapes = projection_shapes(heads, query_dim, memory_dim) if heads.talking is not None else {}
+        shapes = projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)
         self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
@@ -97,7 +102,7 @@ class AttentionVariantMixin(_Attention):
 
     def extra_repr(self) -> str:
         """Return the text that a printed model shows for this attention: its heads and its mechanisms."""
-        heads, pattern = self.heads, getattr(self.reach, "kind", self.reach)
+        heads, pattern = self.heads, getattr(self.key_range, "kind", self.key_range)
         shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
         shown |= {"pattern": getattr(pattern, "name", pattern), "score": self.score, "compression": self.compression}
@@ -114,13 +119,14 @@ class AttentionVariantMixin(_Attention):
                 init.normal_(parameter, mean=0.0, std=std)
 
     def variant_inputs(
-        self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
+        self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Check one call and return the additional keyword arguments for the attention function.
 
         Args:
             states: the inputs on the query side, x [b, n, query size].
-            memory: the inputs on the key side [b, m, key input size]. None for self-attention, which uses `states`.
+            encoder_outputs: the inputs on the key side [b, m, key input size]. None for self-attention, which uses
+                `states`.
             cache: the cache that this call reads and writes, if any.
             kwargs: the other arguments of the call.
 
@@ -135,21 +141,21 @@ class AttentionVariantMixin(_Attention):
             self.resolve_attn_implementation()
         if not self.is_own and wants_weights(self, kwargs):
             raise ValueError(
-                f'attn_implementation="{self.implementation}" computes no attention weights; '
-                'for `output_attentions=True` use "sdpa" or "eager".'
+                '`attn_implementation` must be "sdpa" or "eager" with `output_attentions=True`, got '
+                f'"{self.implementation}". Other implementations do not return attention weights.'
             )
         if cache is not None:
-            prepare_cache(self, cache, memory)
-            if memory is not None and self.heads.rank is None:
-                note_beams(cache, self.layer_idx, states, memory)
-        if self.reach is not None:
+            prepare_cache(self, cache, encoder_outputs)
+            if encoder_outputs is not None and self.heads.rank is None:
+                note_beams(cache, self.layer_idx, states, encoder_outputs)
+        if self.key_range is not None:
             check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
-            name = "self_attention_cache" if memory is None else "cross_attention_cache"
+            name = "self_attention_cache" if encoder_outputs is None else "cross_attention_cache"
             return {"kernel_cache": getattr(cache, name, cache)}
         if not self.dynamic_names:
             return {}
-        inputs = {"x": states, "m": states if memory is None else memory}
+        inputs = {"x": states, "m": states if encoder_outputs is None else encoder_outputs}
         return {
             name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
             for name in self.dynamic_names
@@ -161,7 +167,7 @@ class AttentionVariantMixin(_Attention):
         states: torch.Tensor,
         mask: torch.Tensor | None,
         dropout: float,
-        memory: torch.Tensor | None = None,
+        encoder_outputs: torch.Tensor | None = None,
         cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -174,32 +180,32 @@ class AttentionVariantMixin(_Attention):
             maps: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
             dropout: the probability that a weight is dropped in training.
-            states, memory, cache: as for `latent_of` and `keys_and_values_of`.
+            states, encoder_outputs, cache: as for `latent_of` and `keys_and_values_of`.
             options: further arguments of the attention function.
         """
         query_map, key_map, value_map = maps
         query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((key_map, value_map), states, memory, cache)
+            key, value = self.keys_and_values_of((key_map, value_map), states, encoder_outputs, cache)
             output, weights = attention_function(self.implementation)(self, query, key, value, mask, **options)
         else:
-            latent, layer = self.latent_of(states, memory, cache)
+            latent, layer = self.latent_of(states, encoder_outputs, cache)
             output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
         return output.flatten(2), weights
 
     def keys_and_values_of(
-        self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, memory: torch.Tensor | None, cache: Any
+        self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys [b, k, m, d] and values [b, k, m, d_v]: first those in the cache, then those of this call.
 
         Args:
             maps: the linear layers of the keys and of the values.
             states: the inputs of self-attention [b, n, D].
-            memory: the inputs of cross-attention, or None. Their keys and values are computed once.
+            encoder_outputs: the inputs of cross-attention, or None. Their keys and values are computed once.
             cache: the cache that this call reads and writes, if any.
         """
-        is_cross_attention = memory is not None
+        is_cross_attention = encoder_outputs is not None
         seen: dict[int, bool] = {}
         if isinstance(cache, EncoderDecoderCache):
             seen = cache.is_updated if is_cross_attention else seen
@@ -207,23 +213,26 @@ class AttentionVariantMixin(_Attention):
         if seen and seen.get(self.layer_idx):
             # The encoder outputs do not change between decoding steps.
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
-        memory = states if memory is None else memory
-        key, value = keys_and_values(memory, maps, self.heads.head_dim, self.heads.value_dim)
+        encoder_outputs = states if encoder_outputs is None else encoder_outputs
+        key, value = keys_and_values(encoder_outputs, maps, self.heads.head_dim, self.heads.value_dim)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
             seen[self.layer_idx] = True
         return key, value
 
-    def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
+    def latent_of(
+        self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, Any]:
         """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that holds it.
 
         Args:
             states: the inputs of self-attention [b, n, D].
-            memory: the latent that `MakesCrossLatent` has computed from the encoder outputs. None in self-attention.
+            encoder_outputs: the latent that `MakesCrossLatent` has computed from the encoder outputs. None in
+                self-attention.
             cache: the cache that this call reads and writes, if any.
         """
-        if memory is not None:
-            return shared_latent(cache, memory, self.layer_idx, states)
+        if encoder_outputs is not None:
+            return shared_latent(cache, encoder_outputs, self.layer_idx, states)
         return self.own_latent(states, cache), None
 
     def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.kernel_table import kernel_of
 from ..mechanisms.patterns.pattern_table import pattern_class
-from ..ops.reach import KeyRange
+from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
 __all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
@@ -92,7 +92,7 @@ class AttentionSite:
         counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
-    def reach(self, config: Any, path: str, is_causal: bool) -> Any:
+    def key_range(self, config: Any, path: str, is_causal: bool) -> Any:
         """Return the key range of the attention at this path, or None if it has no pattern and reads all keys.
 
         Args:
@@ -108,12 +108,12 @@ class AttentionSite:
             return None if self.kernel(config, path, is_causal) is not None else KeyRange.of(None, 1, 0, is_causal)
         if self.is_cross_attention or pattern is None:
             return None
-        return pattern_class(pattern).reach(config, prefix, self.heads(config, path).softmax, layer, is_causal)
+        return pattern_class(pattern).key_range(config, prefix, self.heads(config, path).softmax, layer, is_causal)
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path, or None for a softmax.
 
-        The arguments are those of `reach`.
+        The arguments are those of `key_range`.
         """
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ..ops.reach import MAX_SIZE
+from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..upstream import known_imports
+from ..transformers_internals import known_imports
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -65,7 +65,10 @@ class KernelStateLayer(DynamicLayer):
         Raises:
             ValueError: always.
         """
-        raise ValueError("`attention_kernel` keeps sums over all tokens, of which none can be taken back: no crop.")
+        raise ValueError(
+            "`crop` is not supported by a cache with `attention_kernel`. The cache stores sums over all "
+            "tokens, from which no token can be removed."
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select the rows of other beams."""
@@ -85,29 +88,33 @@ class KernelStateLayer(DynamicLayer):
             self.state = type(self.state)._make(changed)
 
 
-def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | None) -> None:
+def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.Tensor | None) -> None:
     """Check that a variant attention module can use a cache, and prepare the layer of the cache.
 
     Args:
         module: the attention module.
         cache: the cache that its call reads and writes.
-        memory: the encoder outputs [b, m, size], or None for self-attention.
+        encoder_outputs: the encoder outputs [b, m, size], or None for self-attention.
 
     Raises:
         ValueError: if the cache is static and the module has unequal heads, a window or linear attention, if the cache
             has keys and values but linear attention keeps sums, or if the module supports no cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
-    has_window = memory is None and module.reach is not None
+    has_window = encoder_outputs is None and module.key_range is not None
     if is_static and (has_window or module.kernel is not None or (heads.rank is None and heads.key != heads.value)):
         raise ValueError(
-            "`attention_pattern`, `attention_kernel` and a `num_value_heads` unlike the key heads need a dynamic "
-            f"cache, got {type(cache).__name__}."
+            "The cache must be dynamic with `attention_pattern`, with `attention_kernel`, and if "
+            f"`num_value_heads` differs from the number of key heads, got {type(cache).__name__}. Use a "
+            "`DynamicCache`."
         )
     if not module.supports_cache:
-        name = "talking_heads_dynamic" if memory is None else "cross_talking_heads_dynamic"
-        raise ValueError(f"`{name}` m2l and m2w need inputs that a cache does not hold. Pass `use_cache=False`.")
-    if memory is not None:
+        name = "talking_heads_dynamic" if encoder_outputs is None else "cross_talking_heads_dynamic"
+        raise ValueError(
+            f"`use_cache` must be False with the terms m2l and m2w of `{name}`, got a cache. These terms "
+            "need the inputs of past tokens, which a cache does not store."
+        )
+    if encoder_outputs is not None:
         return
     if module.kernel is not None:
         _keep_state(cache, module.layer_idx)
@@ -121,8 +128,9 @@ def _keep_state(cache: Any, layer: int) -> None:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
         raise ValueError(
-            "`attention_kernel` needs a dynamic cache without entries, because it keeps sums over keys and values; "
-            f"got a {type(layers[layer]).__name__}."
+            "The cache must be dynamic and empty with `attention_kernel`, got a "
+            f"{type(layers[layer]).__name__} layer. Linear attention stores sums instead of keys and "
+            "values."
         )
 
 
@@ -131,12 +139,12 @@ def keep_window(module: VariantAttention, cache: Any) -> None:
 
     Layers of cross-attention are unchanged. The field `sliding_window` of Transformers would shorten them too.
     """
-    reach, layer = module.reach, module.layer_idx
-    if module.kernel is not None or reach is None or reach.before >= MAX_SIZE:
+    key_range, layer = module.key_range, module.layer_idx
+    if module.kernel is not None or key_range is None or key_range.before >= MAX_SIZE:
         return
     layers = layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+        layers[layer] = DynamicSlidingWindowLayer(key_range.before + 1)
 
 
 def layers_up_to(cache: Any, layer: int) -> list[Any]:

@@ -13,19 +13,18 @@ Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attentio
 letters are those of `softmax_attention`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import M2L
-from ..ops.query_folding import is_exporting
-from ..ops.variant_attention import VariantAttention, wants_weights
-from ..upstream import known_imports
-from ..upstream_checks import check_caches
+from ..ops.beams import beams_in_cache, repeat_for_beams
+from ..ops.variant_attention import VariantAttention, is_exporting, wants_weights
+from ..transformers_internals import Arguments, check_caches, known_imports, upstream_class
 from ..variant_names import EAGER
 from .attention_interface import attention_function
-from .shared_rows import SharedRows, beams_of, has_hooks, note_beams, rows_of_sentences
+from .shared_rows import SharedRows, has_hooks, mark_repeated, note_beams, rows_of_sentences
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -34,6 +33,7 @@ check_caches()
 
 __all__ = [
     "EXPANDED",
+    "MakesCrossLatent",
     "absorbs",
     "attend_to_latent",
     "by_head",
@@ -50,6 +50,13 @@ EXPANDED = "_expanded_latents"
 # The bias of the values is multiplied by the row sums of the weights. The absorbed form computes the weights for these
 # sums only if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
+
+
+# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+if TYPE_CHECKING:
+    _Stack = nn.Module
+else:
+    _Stack = object
 
 
 class LatentLayer(SharedRows, DynamicLayer):
@@ -96,6 +103,29 @@ class SharedLatentLayer(DynamicLayer):
     )
 
 
+class MakesCrossLatent(_Stack):
+    """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
+
+    call_arguments: Arguments
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.call_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("encoder_outputs", "cache"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
+        encoder_outputs, cache = self.call_arguments.read(args, kwargs)
+        makes_latent = getattr(self, "cross_kv_a_proj", None)
+        if makes_latent is None or encoder_outputs is None or holds_latent(cache):
+            return super().forward(*args, **kwargs)
+        rows = rows_of_sentences(encoder_outputs, (makes_latent,))
+        latent = made = makes_latent(rows)
+        if rows is not encoder_outputs:
+            made = repeat_for_beams(latent, len(encoder_outputs))
+            mark_repeated(made, latent)
+        return super().forward(**self.call_arguments.by_name(args, kwargs, encoder_outputs=made))
+
+
 def attend_to_latent(
     module: VariantAttention,
     query: torch.Tensor,
@@ -123,11 +153,11 @@ def attend_to_latent(
     attend = attention_function(module.implementation)
     # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
     # the number of rows.
-    if layer is not None and any(has_hooks(each) for each in maps) and 0 < len(latent) < len(query):
-        latent, layer = latent.repeat_interleave(len(query) // len(latent), dim=0), None
+    if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
+        latent, layer = repeat_for_beams(latent, len(query)), None
     # Tensors of the inference mode have no version counter that shows writes in place.
-    is_kept = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
-    if is_kept and is_short(latent):
+    can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
+    if can_store and is_short(latent):
         key, value = _kept_expanded(module, latent, maps, layer)
     elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
@@ -145,7 +175,7 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return the latent that all cross-attention modules share, and store it in the cache in the first call.
 
     The first layer of the cache holds the latent, and the other layers refer to it. Beam search thus reorders, repeats
@@ -153,7 +183,7 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Te
 
     Args:
         cache: the cache of the decoder, if any. A cache without a cross-attention part does not store the latent.
-        memory: c [b, m, r]. It is ignored if the cache already holds the latent.
+        latents: c [b, m, r]. It is ignored if the cache already holds the latent.
         layer: the layer number of the calling attention module.
         states: the hidden states of the decoder [b B, n, D], with B beams per sentence.
 
@@ -161,17 +191,17 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int, states: torch.Te
         The latent c [b, 1, m, r], and the cache layer that holds it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
-        return rows_of_sentences(memory)[:, None], None
+        return rows_of_sentences(latents)[:, None], None
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
-        memory = rows_of_sentences(memory)
-        latent = memory[:, None]
+        latents = rows_of_sentences(latents)
+        latent = latents[:, None]
         if cross.is_compileable:
-            note_beams(cache, 0, states, memory)
+            note_beams(cache, 0, states, latents)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, beams_of(states, memory))]
+            cross.layers[:] = [LatentLayer(latent, beams_in_cache(states, latents))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))
@@ -185,19 +215,19 @@ def holds_latent(cache: Any) -> bool:
 
 
 def keys_and_values(
-    memory: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
+    inputs: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys [b, k, m, d] and values [b, k, m, d_v] of a latent or of other inputs.
 
     Args:
-        memory: the inputs of the projections [b, m, r].
+        inputs: the inputs of the projections [b, m, r].
         maps: the projections of the keys and of the values.
         head_dim: d.
         value_dim: d_v. None = d.
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
-        states(memory).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(maps, sizes, strict=True)
+        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(maps, sizes, strict=True)
     )
     return key, value
 
@@ -230,21 +260,21 @@ def absorbs(
         return False
     # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
     # cannot be replaced by its weight.
-    if M2L in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
+    if M2L in module.dynamic_names or not all(is_plain(linear, latent) for linear in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # one graph should support every length m
-    memories, _, memory_length, rank = latent.shape
+    sentences, _, key_length, rank = latent.shape
     if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
     numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # size of all query and all value heads
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length
-    read = memory_length if module.reach is None else module.reach.keys_read(memory_length)
+    read = key_length if module.key_range is None else module.key_range.keys_read(key_length)
     absorbed = rows * rank * (numbers + heads * read)
-    expanded = memories * memory_length * rank * kv_size + rows * read * numbers
+    expanded = sentences * key_length * rank * kv_size + rows * read * numbers
     return absorbed < expanded
 
 
@@ -254,7 +284,7 @@ def latent_flops(
     attended: int,
     batch_size: int,
     is_step: bool,
-    is_memory_kept: bool,
+    is_latent_cached: bool,
 ) -> tuple[int, int]:
     """Return the floating-point operations per key token and per query token in the cheaper form.
 
@@ -266,22 +296,23 @@ def latent_flops(
         attended: m, the number of tokens that a query reads.
         batch_size: b.
         is_step: True if a decoder computes one token, False if a model reads a whole text at once.
-        is_memory_kept: True if all steps read the same latent, as in cross-attention.
+        is_latent_cached: True if all steps read the same latent, as in cross-attention.
     """
     heads, (key, value) = module.heads, maps
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
     plain = (
-        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
+        nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        for linear in (key, value)
     )
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
-    is_kept = is_memory_kept and is_short(latent)
-    if not is_kept and absorbs(module, query, latent, (next(plain), next(plain)), {}):
+    is_stored = is_latent_cached and is_short(latent)
+    if not is_stored and absorbs(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
     # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
     # computes them again.
-    return (0, attends + attended * expanded) if is_step and not is_kept else (expanded, attends)
+    return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
 def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
@@ -333,7 +364,7 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
     if mask is None:
         return None
     reads = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
-    return reads if reads.shape[0] in (1, batch) else reads.repeat_interleave(batch // reads.shape[0], dim=0)
+    return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
 def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:

@@ -1,25 +1,33 @@
-"""Cross-attention cache layers with one row per sentence, which all beams of the sentence read."""
+"""Cross-attention with one row per sentence, which all beams of the sentence read.
+
+encoder outputs    [b, m, D]        one row per sentence
+expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated` marks the result
+attention          [b, m, D]        `rows_of_sentences` returns the rows before the repetition
+cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when beams are reordered
+"""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..ops.query_folding import is_exporting, is_traced
-from ..upstream import known_imports
-from ..upstream_checks import check_caches
+from ..mechanisms.talking_heads import has_talking_heads
+from ..ops.beams import beams_in_cache, repeat_for_beams, sentences_of
+from ..ops.variant_attention import is_exporting
+from ..transformers_internals import check_caches, check_called, check_method, known_imports
+from ..variant_names import EAGER, SDPA
 
 with known_imports():
+    from transformers import GenerationMixin
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticLayer
 
-check_caches()
-
 __all__ = [
+    "BeamsShareMemory",
     "SharedDynamicLayer",
     "SharedRows",
     "SharedStaticLayer",
-    "beams_of",
+    "expand_and_mark",
     "has_hooks",
     "layer_at",
     "mark_repeated",
@@ -27,6 +35,9 @@ __all__ = [
     "rows_of_sentences",
     "share_rows",
 ]
+
+check_caches()
+
 
 # An attribute of encoder outputs whose rows are repeated for beams. It holds the tensor with one row per sentence, and
 # the version of the repeated tensor at that time.
@@ -63,7 +74,7 @@ class SharedRows:
     def _take(self, indices: torch.Tensor) -> None:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
-        chosen = indices // self.beams if self.beams > 1 else indices
+        chosen = sentences_of(indices, self.beams) if self.beams > 1 else indices
         self._change(lambda states: states[chosen.to(states.device)])
         self.beams = 1
 
@@ -77,8 +88,8 @@ class SharedRows:
 
 
 def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
-    sentences = torch.arange(len(beam_idx), device=beam_idx.device) // beams
-    return torch.equal(beam_idx // beams, sentences.to(beam_idx.dtype))
+    rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
+    return torch.equal(sentences_of(beam_idx, beams), sentences_of(rows, beams))
 
 
 class SharedDynamicLayer(SharedRows, DynamicLayer):
@@ -143,23 +154,23 @@ def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def rows_of_sentences(memory: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
+def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
     """Return encoder outputs [b B, m, D] with one row per sentence if they are marked, otherwise unchanged.
 
     Args:
-        memory: encoder outputs, or a latent of them.
+        encoder_outputs: encoder outputs, or a latent of them.
         maps: the linear layers that read them. A layer with a hook may expect one row per beam, for example if peft
             selects an adapter per row (`adapter_names`).
     """
-    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(memory, REPEATED, None)
-    if mark is None or any(has_hooks(each) for each in maps):
-        return memory
+    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
+    if mark is None or any(has_hooks(linear) for linear in maps):
+        return encoder_outputs
     states, version = mark
     if version is None:  # a tensor of the inference mode has no version
-        is_same = torch.equal(memory, states.repeat_interleave(len(memory) // len(states), dim=0))
+        is_same = torch.equal(encoder_outputs, repeat_for_beams(states, len(encoder_outputs)))
     else:
-        is_same = memory._version == version
-    return states if is_same else memory
+        is_same = encoder_outputs._version == version
+    return states if is_same else encoder_outputs
 
 
 def has_hooks(linear: nn.Module) -> bool:
@@ -167,20 +178,75 @@ def has_hooks(linear: nn.Module) -> bool:
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
-def beams_of(states: torch.Tensor, memory: torch.Tensor) -> int:
-    """Return B, the number of rows of the states [b B, n, D] per row of the memory [b, m, D]; 1 while tracing."""
-    return 1 if is_traced() or not len(memory) else max(len(states) // len(memory), 1)
-
-
-def note_beams(cache: Any, index: int, states: torch.Tensor, memory: torch.Tensor) -> None:
+def note_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
     """Store the number of decoder rows per row of a cross-attention layer before it is filled.
 
     Args:
         cache: the cache of the decoder. A cache without cross-attention is ignored.
         index: the index of the layer.
-        states, memory: as for `beams_of`.
+        states, encoder_outputs: as for `beams_in_cache`.
     """
     if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(index):
-        beams = beams_of(states, memory)
+        beams = beams_in_cache(states, encoder_outputs)
         if beams > 1:
             share_rows(cache, index, beams)
+
+
+# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+if TYPE_CHECKING:
+
+    class _Generation(nn.Module):  # hides the methods of Transformers, some of which were static in older releases
+        config: Any
+else:
+    _Generation = object
+
+
+def expand_and_mark(
+    expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs with repeated rows.
+
+    Args:
+        expand: the method `_expand_inputs_for_generation` of Transformers, which takes the following arguments.
+        shares: True if all beams of a sentence can read the same row of encoder outputs.
+        expand_size: the number of beams or samples per sentence.
+        is_encoder_decoder: the value that Transformers passes.
+        input_ids: the input ids of the decoder.
+        kwargs: the other inputs of the model.
+    """
+    outputs = kwargs.get("encoder_outputs")
+    if shares and expand_size > 1 and outputs is not None:
+        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # a copy, because Transformers changes it
+    input_ids, kwargs = expand(
+        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+    )
+    if shares and expand_size > 1 and outputs is not None and len(kwargs["encoder_outputs"][0]) > len(outputs[0]):
+        mark_repeated(kwargs["encoder_outputs"][0], outputs[0])
+    return input_ids, kwargs
+
+
+class BeamsShareMemory(_Generation):
+    """A mixin for generation in which all beams or samples of a sentence read the same row of encoder outputs."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_method(
+            GenerationMixin, "_expand_inputs_for_generation", ("expand_size", "is_encoder_decoder", "input_ids")
+        )
+        check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
+        check_called(GenerationMixin, "_beam_search", "_reorder_cache")
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        # Only the functions of this package can share encoder outputs, and only without talking-heads projections.
+        implementation = self.config._attn_implementation_internal
+        folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
+        upstreams: Any = super()
+        expand = upstreams._expand_inputs_for_generation
+        return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
+
+    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+        # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.
+        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+        return cache

@@ -10,13 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..fields.composition import check_implementation
-from ..fields.kernel_fields import has_kernel
-from ..fields.loading_checks import adds_talking_heads, warn_of_positions
-from ..fields.used_mechanisms import used_mechanisms
+from ..fields.composition import check_implementation, used_mechanisms
+from ..fields.mechanism_fields import has_kernel
+from ..fields.saving_and_loading import adds_talking_heads, warn_of_positions
 from ..fields.variant_config import can_cache
 from ..mechanisms.additive_score import score_of
-from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import drawn_names
 from ..mechanisms.latents import add_latent_map
 from ..mechanisms.patterns.compressed_pattern import compression_of
@@ -24,9 +23,15 @@ from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
 from ..ops.padded_rows import settle_padding
 from ..remote_code import is_package_class
-from ..transformers_trial import try_host
-from ..upstream import cache_name, changed, check_attributes, refuse_two_caches
-from ..upstream_checks import check_models, check_paths
+from ..transformers_internals import (
+    cache_name,
+    changed,
+    check_attributes,
+    check_models,
+    check_paths,
+    refuse_two_caches,
+)
+from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, named_attentions, sites_root
@@ -73,7 +78,8 @@ class AttnVariantModelMixin(_Model):
         # list of Auto classes.
         names = {base.__name__ for base in cls.__mro__}
         auto_classes = getattr(cls.config_class, "auto_classes", {})
-        if (auto_class := next((each for each, name in auto_classes.items() if name in names), None)) is not None:
+        auto_class = next((auto_name for auto_name, name in auto_classes.items() if name in names), None)
+        if auto_class is not None:
             cls.register_for_auto_class(auto_class)
 
     @classmethod
@@ -86,11 +92,12 @@ class AttnVariantModelMixin(_Model):
         if not hasattr(config, DYNAMIC):
             wanted: Any = self.config_class
             raise ValueError(
-                f"{type(self).__name__} needs a variant configuration, got {type(config).__name__}: make one by "
-                f"`{wanted.__name__}.from_upstream(config, num_key_value_heads=...)`."
+                f"The configuration of {type(self).__name__} must be a variant configuration, got "
+                f"{type(config).__name__}. Use `{wanted.__name__}.from_upstream(config, "
+                "num_key_value_heads=...)`."
             )
         config.check_variant()
-        try_host(type(self))
+        compare_with_transformers(type(self))
         super().__init__(config, *args, **kwargs)
         self._generate_as_configured()
 
@@ -136,7 +143,7 @@ class AttnVariantModelMixin(_Model):
             for site, _, module in self.named_attentions():
                 attention: Any = module.get_submodule(site.core)
                 if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
-                    if attention.reach is not None:
+                    if attention.key_range is not None:
                         keep_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
@@ -186,7 +193,7 @@ class AttnVariantModelMixin(_Model):
                 necessary.
         """
         source = pretrained_model_name_or_path
-        try_host(cls)  # before Transformers switches to the meta device
+        compare_with_transformers(cls)  # before Transformers switches to the meta device
         adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
@@ -198,7 +205,7 @@ class AttnVariantModelMixin(_Model):
         model._generate_as_configured()
         if adds:
             begin = describe_initialization(model.config)
-            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
+            logger.warning(f"{source} has no talking heads. {cls.__name__} adds them: {begin}.")
         warn_of_positions(model.config, source, kwargs)
         return loaded
 
@@ -237,6 +244,17 @@ def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]])
 
 
 def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
+    """Turn a module that Transformers built into an instance of its variant class.
+
+    Assigning `__class__` changes the methods of the object and nothing else. Its parameters, hooks and attributes, and
+    all references to it, do not change:
+
+        before   BertSelfAttention              query, key, value, dropout
+        after    AttnVariantBertSelfAttention   the same query, key, value and dropout, with the methods of the variant
+
+    A variant class only adds methods and has the Transformers class as its last base, so that both classes have the
+    same layout. The constructor of the variant class does not run. `_install_variant` adds the attributes instead.
+    """
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
         check_attributes(module, getattr(variant, "upstream_attributes", ()))
@@ -255,7 +273,7 @@ def _check_installed(model: PreTrainedModel) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
-            raise changed(f"`{type(module).__name__}` stands at `{path}` of `{type(model).__name__}`")
+            raise changed(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
 
 
 def _install_variant(
@@ -268,7 +286,7 @@ def _install_variant(
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
-        raise changed(f"`{type(core).__name__}` stands at `{path}` of `{type(model).__name__}`")
+        raise changed(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())
@@ -294,11 +312,11 @@ def _install_variant(
     core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
     core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)
-    core.reach = site.reach(model.config, path, is_causal)
+    core.key_range = site.key_range(model.config, path, is_causal)
     core.kernel = None
     if "linear_attention" in used:
         install_kernel(core, site.kernel(model.config, path, is_causal))
-    others = (heads.talking, core.score, core.compression, core.reach, core.kernel)
+    others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others)
     if not core.is_plain:
         settle_padding(core)

@@ -1,4 +1,4 @@
-"""Checks of one field of a configuration at a time: head counts, ranks, sizes, and names that are nearly a field's."""
+"""Checks of single fields of a configuration: head counts, ranks, sizes and misspelled names."""
 
 import difflib
 import re
@@ -27,28 +27,28 @@ __all__ = [
     "wrong_kinds_explained",
 ]
 
-# Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
+# These limits are far above any model. Without them, reading a malicious configuration could take hours.
 MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
-# How other configurations spell words of the fields, and how alike two names have to be.
+# Words of other configurations that mean the same as words of the fields, and the smallest similarity of two names.
 OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
 
 
-@lru_cache(maxsize=4096)  # each new configuration asks for all of its keywords
+@lru_cache(maxsize=4096)  # each new configuration looks up all of its keywords
 def _nearest(name: str, known: tuple[str, ...]) -> str | None:
     if (bare := without_prefix(name)) in known:
         return bare
-    spelled = {spelling: each for each in known for spelling in (_sorted_words(each), each)}
+    spelled = {spelling: candidate for candidate in known for spelling in (_sorted_words(candidate), candidate)}
     for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
-        if found := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
-            return spelled[found[0]]
+        if matches := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
+            return spelled[matches[0]]
     return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of the known names that a name is most like; None if it is like none.
+    """Return the known name that is most similar to a name, or None if none is similar.
 
-    The order of words does not count, nor does the prefix of a place (`decoder_num_kv_heads`).
+    The order of words and the prefix of a place (`decoder_num_kv_heads`) are ignored.
     """
     return _nearest(name.lower(), tuple(known))
 
@@ -64,45 +64,50 @@ def _sorted_words(name: str) -> str:
 
 
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
-    """Return the number of key/value heads that `field` asks for; None means one for each of the `heads` query heads.
+    """Return a number of key/value heads.
+
+    Args:
+        field: the name of the field.
+        value: its value. None = one key/value head per query head.
+        heads: the number of query heads.
 
     Raises:
-        ValueError: unless it is a whole number from 1 that divides `heads`.
+        ValueError: if it is not a whole number of at least 1 that divides `heads`.
     """
     count = checked_count(field, value, heads)
     if heads % count:
-        raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
+        raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
 
 
 def checked_rank(field: str, value: int | None, width: int) -> int | None:
-    """Return the rank of a latent of inputs of this width, or None without a latent.
+    """Return the rank of a latent whose input has this width, or None without a latent.
 
     Raises:
-        ValueError: unless it is a whole number from 1 to the width.
+        ValueError: if it is not a whole number from 1 to the width.
     """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
         raise ValueError(
-            f"`{field}` must be a whole number from 1 to {width}, the width of what keys and values are made from "
-            f"(None: no latent); got {value!r}."
+            f"`{field}` must be a whole number from 1 to {width}, the size of the inputs of keys and "
+            f"values, got {value!r}. Use None for no latent."
         )
     return value
 
 
 def checked_count(field: str, value: int | None, default: int | None = None) -> int:
-    """Return a number of heads, `default` where the value is None.
+    """Return a number of heads, or `default` if the value is None.
 
     Raises:
-        ValueError: unless it is a whole number from 1 to `MAX_HEADS`.
+        ValueError: if it is not a whole number from 1 to `MAX_HEADS`.
     """
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
+        raise ValueError(f"`{field}` must be a whole number of at least 1, got {value!r}.")
     if value > MAX_HEADS:
-        raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
+        raise ValueError(f"`{field}` must be a whole number of at most {MAX_HEADS}, got {value}.")
     return value
 
 
@@ -110,46 +115,51 @@ def check_size(field: str, value: int, least: int, most: int | None = None) -> N
     """Check a size of the model.
 
     Raises:
-        ValueError: unless it is a whole number from `least` to `most`.
+        ValueError: if it is not a whole number from `least` to `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
-        raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be a whole number {bounds}, got {value!r}.")
 
 
 def check_head_size(heads: int, hidden_size: int) -> None:
-    """Check that the query heads make up the hidden size, whole.
+    """Check that the number of query heads divides the hidden size.
 
     Raises:
-        ValueError: unless they divide it.
+        ValueError: if it does not.
     """
     if hidden_size % heads:
         raise ValueError(
-            f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {hidden_size}."
+            f"`num_attention_heads` must divide `hidden_size`, got {heads} heads for a hidden size of {hidden_size}."
         )
 
 
 def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, prefix: str = "") -> None:
-    """Check that grouped key/value heads serve each value head alike; `prefix` is that of the field of these.
+    """Check that all key/value heads have the same number of value heads.
+
+    Args:
+        field: the name of the key/value heads field.
+        kv_heads, heads, value_heads: the numbers of key/value heads, query heads and value heads.
+        prefix: the prefix of the field with the number of value heads.
 
     Raises:
-        ValueError: unless they divide the value heads.
+        ValueError: if grouped key/value heads do not divide the value heads.
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(
-            f"`{field}` must divide `{prefix}num_value_heads`: got {kv_heads} for {value_heads} value heads."
+            f"`{field}` must divide `{prefix}num_value_heads`, got {kv_heads} for {value_heads} value heads."
         )
 
 
 def checked_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
-    """Return the size of a value head; None where it is that of the query and key heads.
+    """Return the size of a value head, or None if it equals the size of the query and key heads.
 
     Args:
-        value: as given.
-        head_dims: d of each stack.
+        value: the value of the field.
+        head_dims: d in the encoder and in the decoder.
 
     Raises:
-        ValueError: unless it is a whole number from 1 to `MAX_HEAD_DIM`.
+        ValueError: if it is not a whole number from 1 to `MAX_HEAD_DIM`.
     """
     if value is None:
         return None
@@ -158,32 +168,32 @@ def checked_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int |
 
 
 def check_position_type(value: str | None, known: Sequence[str | None], model_type: str) -> None:
-    """Check the kind of positions that a model of this type has.
+    """Check that a model type supports a `position_embedding_type`.
 
     Raises:
-        ValueError: if it is not among `known`.
+        ValueError: if the value is not one of the known ones.
     """
     if value not in known:
-        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}; got {value!r}.")
+        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}, got {value!r}.")
 
 
 def check_buckets(config: Any) -> None:
-    """Check that distances of a T5, ours or upstream's, have buckets.
+    """Check the buckets of the relative position bias of T5, in a configuration of Transformers or of a variant.
 
     Raises:
-        ValueError: if there are too few, or the largest distance lies among those that have a bucket each.
+        ValueError: if there are too few buckets, or if the largest distance has a bucket of its own.
     """
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    # An encoder has half of the buckets for each side: half of those hold one distance each, the others a range.
+    # An encoder has half of the buckets for each side. Half of these contain one distance, and the others a range.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
-            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than "
-            f"half of that; got {buckets} and {distance}."
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` "
+            f"must be more than half of it, got {buckets} and {distance}."
         )
 
 
 def check_format(value: Any) -> None:
-    """Check the format of a configuration's fields.
+    """Check the format number of the fields of a configuration.
 
     Raises:
         ValueError: if it is not the format of this version.
@@ -197,13 +207,15 @@ def check_format(value: Any) -> None:
 
 @contextmanager
 def wrong_kinds_explained() -> Iterator[None]:
-    """Raise a ValueError for what upstream's code raises, which does not look at a field's value before it uses it.
+    """Convert errors of Transformers, which does not check the types of most fields, into `ValueError`.
 
     Raises:
-        ValueError: for a value of the wrong kind.
+        ValueError: if a field has a value of the wrong type.
     """
     try:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
+        raise ValueError(
+            f"Every field of the configuration must have a value of its type, got a value that raises {reason}."
+        ) from error

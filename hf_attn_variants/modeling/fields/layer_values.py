@@ -11,8 +11,7 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import checked_kv_heads, checked_rank
 from .field_table import FIELDS, check_choice, row_of
-from .pattern_fields import checked_pattern_size
-from .talking_fields import checked_talking_value
+from .mechanism_fields import checked_pattern_size, checked_talking_value
 
 __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
 
@@ -36,22 +35,27 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     if lists is None:
         return None
     if not isinstance(lists, Mapping):
-        raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {lists!r}.")
+        raise ValueError(f"`per_layer_values` must be {{field: [one value per layer]}}, got {lists!r}.")
     differing = {}
     for name, values in lists.items():
         _check_differs_by_layer(config, name)
         layers = config.layer_count(name)
         if not isinstance(values, list | tuple) or len(values) != layers:
-            raise ValueError(f"`per_layer_values` needs a list of {layers} values for `{name}`; got {values!r}.")
+            raise ValueError(f"`per_layer_values` must have a list of {layers} values for `{name}`, got {values!r}.")
         checked = [_checked(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
-            raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
+            raise ValueError(
+                f"`{name}` must be the same kernel in all layers, or None in some of them, got {checked}."
+            )
         whole, of_all = _of_all(name, checked), getattr(config, name)
         of_all = list(of_all) if isinstance(of_all, tuple) else of_all
         prefix, row = row_of(name)
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
         if of_all not in unsaid:
-            raise ValueError(f"`{name}` is {of_all} and `per_layer_values` gives its layers {checked}: leave it out.")
+            raise ValueError(
+                f"`{name}` must not be given together with its `per_layer_values`, got {of_all} and "
+                f"{checked}. Leave it out."
+            )
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):
             differing[name] = checked
@@ -67,14 +71,16 @@ def from_per_layer_config(
         ValueError: if a layer is not a whole number within the model, or if a field cannot differ between layers.
     """
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
-        raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}; got {by_layer!r}.")
+        raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}, got {by_layer!r}.")
     lists = {name: list(values) for name, values in (config.per_layer_values or {}).items()}
     for layer, fields in by_layer.items():
         for name, value in fields.items():
             _check_differs_by_layer(config, name)
             count = config.layer_count(name)
             if not str(layer).isdecimal() or int(layer) >= count:
-                raise ValueError(f"`per_layer_config` has layer {layer!r}; `{name}` has layers 0 to {count - 1}.")
+                raise ValueError(
+                    f"The layers of `{name}` in `per_layer_config` must be from 0 to {count - 1}, got {layer!r}."
+                )
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
     for name in lists:  # the value of the whole model was that of the unnamed layers
         setattr(config, name, None)
@@ -83,7 +89,7 @@ def from_per_layer_config(
 
 def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration without those that `fields` replaces, as one value or per layer."""
-    by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
+    by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
     others = {name: value for name, value in values.items() if name not in new}
@@ -100,7 +106,10 @@ def value_or_list(values: Mapping[str, Any], name: str) -> Any:
 
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
-        raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
+        raise ValueError(
+            f"The fields of `per_layer_values` must be among {', '.join(config.by_layer_fields())}, got "
+            f"`{name}`. Set `{name}` for the whole model."
+        )
 
 
 def _of_all(name: str, values: list[Any]) -> LayerValue:
@@ -108,7 +117,7 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
     prefix, row = row_of(name)
     known = [value for value in values if value is not None]
     if row.kind is list:
-        return [each for each in DYNAMIC_PROJECTIONS if any(each in value for value in known)]
+        return [term for term in DYNAMIC_PROJECTIONS if any(term in value for value in known)]
     if row.kind is int or "talking" not in row.facts:
         return max(known, default=None)
     if row.default is not None:

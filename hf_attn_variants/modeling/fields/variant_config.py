@@ -1,10 +1,14 @@
-"""The base class of all variant configurations, with the attention fields and their checks.
+"""The base classes of all variant configurations, with the attention fields and their checks.
+
+`AttnVariantConfigMixin` has the fields of all architectures. Two subclasses add the fields of cross-attention and of
+encoder-decoders.
 
 Sources: multi-query attention (arXiv 1911.02150), grouped-query attention (2305.13245), talking heads (2003.02436),
 latent attention (MLA, 2405.04434) and its full rank (slim attention, 2503.05840), sliding windows (Longformer,
 2004.05150).
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -14,10 +18,9 @@ from transformers.utils import logging
 
 from ..mechanisms.latents import rank_of_map
 from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, supports_cache
-from ..other_libraries import register_with_peft, register_with_sentence_transformers
-from ..upstream_checks import check_configurations
+from ..transformers_internals import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_together
+from .composition import check_included, check_together, used_mechanisms
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -32,16 +35,58 @@ from .field_checks import (
     wrong_kinds_explained,
 )
 from .field_table import check_choice, variant_field
-from .foreign_classes import check_foreign_class, foreign_class
-from .given_fields import stored_values, without_replaced, wrong_name
-from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
-from .pattern_fields import BlockPatternFields, check_patterns
-from .saved_config import SavedWithCode
-from .talking_fields import check_talking_heads
-from .used_mechanisms import check_included, used_mechanisms
+from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
+from .saving_and_loading import (
+    SavedWithCode,
+    check_foreign_class,
+    foreign_class,
+    stored_values,
+    without_replaced,
+    wrong_name,
+)
 
-__all__ = ["AttnVariantConfigMixin", "can_cache"]
+__all__ = [
+    "AttnVariantConfigMixin",
+    "CrossAttentionConfigMixin",
+    "EncoderDecoderConfigMixin",
+    "can_cache",
+    "register_with_peft",
+    "register_with_sentence_transformers",
+]
+
+TEXT_ENCODER = "AutoModelForTextEncoding"
+
+
+def register_with_peft(config_class: Any) -> None:
+    """Add a model type to the tables of default target modules in peft, with the modules of the base model type."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in list(vars(constants).items()) if constants else ():
+        if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
+            modules = next(
+                (table[model_type] for model_type in config_class.upstream_model_types if model_type in table), None
+            )
+            # peft has no row for ALBERT, whose query and value layers have the same names as those of BERT.
+            if modules is None and table.get("bert") == ["query", "value"]:
+                modules = table["bert"]
+            if modules is not None:
+                table[config_class.model_type] = modules
+
+
+def register_with_sentence_transformers(config_class: Any) -> None:
+    """Let sentence-transformers load the encoder of a T5 or UMT5 by its Auto class, if the library is imported.
+
+    Its table has the encoder of Transformers for each subclass of `T5Config`. The first matching row applies, and the
+    Auto class also finds the encoder of this package in remote code.
+    """
+    library = sys.modules.get("sentence_transformers.base.modules.transformer")
+    table = getattr(library, "_ENCODER_ONLY_MODELS", None)
+    if not isinstance(table, list) or TEXT_ENCODER not in config_class.auto_classes:
+        return
+    is_encoder_decoder = hasattr(config_class, "encoder_decoder_layers")
+    if is_encoder_decoder and all(row[0] is not config_class for row in table):
+        table.insert(0, (config_class, "transformers", TEXT_ENCODER))
+
 
 # This logger is a child of the logger of Transformers and therefore follows its verbosity.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -130,7 +175,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if reasons and model_type is None:
             raise ValueError(reasons[0])
         if reasons:
-            logger.warning_once(f"The stored configuration has names without an effect. {' '.join(reasons)}")
+            logger.warning_once(f"The saved configuration has names without an effect. {' '.join(reasons)}")
         self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
@@ -185,34 +230,34 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @classmethod
     def variant_fields(cls) -> tuple[str, ...]:
         """Return the fields that this package adds: first key/value heads, then ranks, then the others."""
-        own = [each for each in fields(cls) if "variant" in each.metadata]
-        own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
-        return tuple(each.name for each in own)
+        added = [field for field in fields(cls) if "variant" in field.metadata]
+        added.sort(key=lambda field: ("query_heads" not in field.metadata, "latent" not in field.metadata))
+        return tuple(field.name for field in added)
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain a number of key/value heads."""
-        return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "query_heads" in field.metadata)
 
     @classmethod
     def rank_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain the rank of a latent."""
-        return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "latent" in field.metadata)
 
     @classmethod
     def talking_fields(cls) -> tuple[str, ...]:
         """Return the fields of the talking-heads projections."""
-        return tuple(each.name for each in fields(cls) if "talking" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "talking" in field.metadata)
 
     @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
         """Return the fields that select the keys of a query. The weights do not depend on these fields."""
-        return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "pattern" in field.metadata)
 
     @classmethod
     def from_scratch_fields(cls) -> tuple[str, ...]:
         """Return the fields that a conversion cannot set, because their models must be trained from scratch."""
-        return tuple(each.name for each in fields(cls) if "from_scratch" in each.metadata)
+        return tuple(field.name for field in fields(cls) if "from_scratch" in field.metadata)
 
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:
@@ -274,8 +319,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         # This class loads base checkpoints, and Transformers would warn about their model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
-        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
-        return values | own if is_upstreams else values
+        adopted = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        return values | adopted if is_upstreams else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -285,17 +330,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
         names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
-        names |= {"is_decoder", "add_cross_attention"} & {each.name for each in fields(cls)}
+        names |= {"is_decoder", "add_cross_attention"} & {field.name for field in fields(cls)}
         # Transformers would set these fields after the checks of the configuration.
-        given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        if "num_attention_heads" in given:
-            given[heads_field] = given.pop("num_attention_heads")
-        if heads_field in given:  # counts that equal the old number of heads follow the new number
+        new_values = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in new_values:
+            new_values[heads_field] = new_values.pop("num_attention_heads")
+        if heads_field in new_values:  # counts that equal the old number of heads follow the new number
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
         with wrong_kinds_explained():  # Transformers logs the finished configuration
-            return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
+            return super().from_dict(without_replaced(config_dict, new_values) | new_values, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
@@ -309,7 +354,9 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
-            raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
+            raise ValueError(
+                f"The model type of a configuration for {cls.__name__} must be one of {expected}, got {model_type!r}."
+            )
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
         return cls(**(without_replaced(values, fields) | fields))
@@ -384,3 +431,80 @@ def can_cache(config: Any) -> bool:
         return True
     has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
     return all(supports_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))
+
+
+@dataclass(kw_only=True, repr=False)
+class CrossAttentionConfigMixin(AttnVariantConfigMixin):
+    """The fields of `AttnVariantConfigMixin`, with further fields for cross-attention.
+
+    Args:
+        cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
+        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. If any of the five is given,
+            cross-attention uses only these five. "none" as `cross_talking_heads` means no talking heads.
+        cross_score_function: the `score_function` of cross-attention. None = the value of `score_function`; "none" =
+            dot products.
+    """
+
+    cross_talking_heads: str | None = variant_field("cross_talking_heads")
+    cross_num_softmax_heads: int | None = variant_field("cross_num_softmax_heads")
+    cross_num_value_heads: int | None = variant_field("cross_num_value_heads")
+    cross_talking_heads_init: str | None = variant_field("cross_talking_heads_init")
+    cross_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("cross_talking_heads_dynamic")
+    cross_score_function: str | None = variant_field("cross_score_function")
+
+
+@dataclass(kw_only=True, repr=False)
+class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
+    """The fields of `CrossAttentionConfigMixin` for the decoder, with further fields for the encoder.
+
+    The fields without a prefix apply to the decoder. `num_key_value_heads` applies to its self-attention and
+    cross-attention, as in arXiv 2305.13245, section 2.2.
+
+    Args:
+        encoder_num_key_value_heads: the number of key/value heads per encoder layer. None = the number of query heads
+            (MHA).
+        encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
+        cross_kv_lora_rank: the rank of the latent that all decoder layers compute from the encoder outputs. The width
+            of the encoder outputs caches these themselves, so that any checkpoint decodes unchanged.
+        encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
+        encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
+        encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
+            encoder outputs.
+        encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
+        encoder_talking_heads_dynamic, encoder_score_function: the same as the fields with `cross_`, for the encoder.
+        encoder_attention_kernel, cross_attention_kernel: the `attention_kernel` of the encoder and of cross-attention.
+    """
+
+    encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
+    encoder_decoder_heads: ClassVar[tuple[str, str]] = ("num_attention_heads", "num_attention_heads")
+
+    encoder_num_key_value_heads: int | None = variant_field("encoder_num_key_value_heads")
+    encoder_kv_lora_rank: int | None = variant_field("encoder_kv_lora_rank")
+    cross_kv_lora_rank: int | None = variant_field("cross_kv_lora_rank")
+    encoder_talking_heads: str | None = variant_field("encoder_talking_heads")
+    encoder_num_softmax_heads: int | None = variant_field("encoder_num_softmax_heads")
+    encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
+    encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
+    encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
+    encoder_score_function: str | None = variant_field("encoder_score_function")
+    encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
+    encoder_attention_window: int | None = variant_field("encoder_attention_window")
+    encoder_attention_dilation: int = variant_field("encoder_attention_dilation")
+    encoder_num_global_tokens: int = variant_field("encoder_num_global_tokens")
+    encoder_attention_block_size: int | None = variant_field("encoder_attention_block_size")
+    encoder_num_random_blocks: int = variant_field("encoder_num_random_blocks")
+    encoder_attention_seed: int = variant_field("encoder_attention_seed")
+    encoder_num_summary_tokens: int = variant_field("encoder_num_summary_tokens")
+    encoder_split_attention_heads: bool = variant_field("encoder_split_attention_heads")
+    encoder_attention_kernel: str | None = variant_field("encoder_attention_kernel")
+    cross_attention_kernel: str | None = variant_field("cross_attention_kernel")
+
+    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
+        encoder, decoder = self.encoder_decoder_heads
+        return encoder if kv_heads_field.startswith("encoder_") else decoder
+
+    def layer_count(self, name: str) -> int:
+        """Return the number of encoder or decoder layers that may have different values of a field."""
+        encoder, decoder = self.encoder_decoder_layers
+        return getattr(self, encoder if name.startswith("encoder_") else decoder)

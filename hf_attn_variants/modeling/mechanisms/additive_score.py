@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops.query_folding import is_exporting
-from ..upstream import known_imports
+from ..ops.variant_attention import is_exporting
+from ..transformers_internals import known_imports
 from .mechanism import Mechanism
 
 with known_imports():
@@ -65,7 +65,7 @@ class AdditiveScore(Mechanism, nn.Module):
         if torch.compiler.is_compiling() or is_exporting():
             return _scores(query, key, vector).flatten(1, 2)
         rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
-        learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, vector))
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, vector))
         blocks = query.split(rows, dim=3)
         logits = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]
         return torch.cat(logits, 3).flatten(1, 2)

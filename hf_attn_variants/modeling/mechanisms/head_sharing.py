@@ -34,8 +34,8 @@ class HeadSharing(Mechanism):
             return None
         counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
         counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
-        found = sharing_of(counts, config.query_heads(field))
-        return (field, min(counts)) if found is not HeadSharing and issubclass(found, cls) else None
+        sharing = sharing_of(counts, config.query_heads(field))
+        return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
 
 
 class GroupedQuery(HeadSharing):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..upstream import known_imports
+from ..transformers_internals import known_imports
 from .mechanism import Mechanism
 
 with known_imports():

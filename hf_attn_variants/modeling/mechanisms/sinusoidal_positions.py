@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..upstream import Arguments, check_attributes, upstream_class
+from ..transformers_internals import Arguments, check_attributes, upstream_class
 from .mechanism import Mechanism
 
 __all__ = ["AddsSinusoids", "DistanceBias", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]

@@ -158,10 +158,10 @@ def dynamic_terms(config: Any, prefix: str = "") -> list[str]:
 
 def describe_initialization(config: Any) -> str:
     """Return a description of the initialization of new talking heads and of its effect on the outputs."""
-    talking = [each for prefix in talking_places(config) for each in layers_of(config, prefix)]
-    if any(each.init == RANDOM for each in talking):
+    talking = [heads for prefix in talking_places(config) for heads in layers_of(config, prefix)]
+    if any(heads.init == RANDOM for heads in talking):
         return f'they are drawn at random (`{INIT}="{RANDOM}"`), and the outputs change: train them'
-    if any(each.dynamic for each in talking):
+    if any(heads.dynamic for heads in talking):
         return f"they begin as the identity, the terms of `{DYNAMIC}` as zeros, and no output changes"
     return "they begin as the identity, and no output changes"
 
@@ -184,20 +184,20 @@ def count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(config, name) is not None]
 
 
-def projection_shapes(heads: "AttentionHeads", query_dim: int, memory_dim: int) -> dict[str, tuple[int, ...]]:
+def projection_shapes(heads: "AttentionHeads", query_dim: int, key_input_dim: int) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of each talking-heads parameter of an attention.
 
     Args:
         heads: the head counts and the talking-heads settings of the attention.
         query_dim: the size of the inputs of the query projection.
-        memory_dim: the size of the inputs of the key and value projections.
+        key_input_dim: the size of the inputs of the key and value projections.
     """
     mixed = {LOGITS: (heads.query, heads.softmax), WEIGHTS: (heads.softmax, heads.output)}
     shapes: dict[str, tuple[int, ...]] = {
         f"{name}_proj": shape for name, shape in mixed.items() if heads.talking in (name, BOTH)
     }
     for name in heads.dynamic:
-        input_dim = query_dim if name.startswith("x") else memory_dim
+        input_dim = query_dim if name.startswith("x") else key_input_dim
         shapes[f"{name}_proj"] = (input_dim, *mixed[DYNAMIC_PROJECTIONS[name]])
     return shapes
 
@@ -219,21 +219,21 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
     return 0.0 if initialization == IDENTITY else (1e-2 / shape[1] / shape[0]) ** 0.5
 
 
-def mixing_flops(heads: "AttentionHeads", query_dim: int, memory_dim: int, attended: int) -> tuple[int, int]:
+def mixing_flops(heads: "AttentionHeads", query_dim: int, key_input_dim: int, attended: int) -> tuple[int, int]:
     """Return the floating-point operations per key token, and per query token.
 
     Args:
-        heads, query_dim, memory_dim: the arguments of `projection_shapes`.
+        heads, query_dim, key_input_dim: the arguments of `projection_shapes`.
         attended: the number of keys that a query attends to.
     """
-    of_memory = of_query = 0
-    for name, shape in projection_shapes(heads, query_dim, memory_dim).items():
+    of_key = of_query = 0
+    for name, shape in projection_shapes(heads, query_dim, key_input_dim).items():
         of_query += 2 * attended * shape[-2] * shape[-1]
         if name not in PROJECTIONS:  # a dynamic projection is first computed from each token
             of_term = 2 * shape[0] * shape[1] * shape[2]
             of_query += of_term if name[0] == "x" else 0
-            of_memory += of_term if name[0] == "m" else 0
-    return of_memory, of_query
+            of_key += of_term if name[0] == "m" else 0
+    return of_key, of_query
 
 
 def query_heads_there(config: Any, prefix: str) -> int:

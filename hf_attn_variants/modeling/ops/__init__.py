@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: no module's parameters and no configuration."""
+"""Functions of tensors, without module parameters and without a configuration."""

@@ -1,41 +1,101 @@
-"""Exact talking-heads attention a block of query rows at a time: plain torch, any device, memory linear in n and m.
+"""Exact talking-heads attention in blocks of query rows, in plain torch for any device.
 
-The forward pass keeps its inputs only; the backward pass recomputes each block. A block's [heads, r, m] values stay in
-the cache, and the head mixes are one small matrix product over [heads, r * m]. Letters as in `softmax_attention`;
-r the query rows of a block, B its sequences.
+Memory grows linearly with n and m. A block contains r query rows of B sequences, with all heads and all keys:
 
-On a CPU a block has a sequence for each thread: torch gives a thread neighbouring matrices of a product and
-neighbouring rows of a softmax, so what it reads is in its own core's cache. With one sequence in a block, products
-would be split by heads and mixes by positions, and most values would travel between cores.
+    scores     [B, h_k, r * m]    queries times keys
+    logits     [B, h, r * m]      P_l mixes the heads: one small matrix product over all positions
+    weights    [B, h_v, r * m]    after the softmax, P_w mixes the heads
+    output     [B, r, h_v, d_v]   weights times values
 
-Where queries read a window, so do blocks; `BlockWindows` says which keys.
+These tensors are small enough for the cache of the processor, and all blocks use the same buffers. The forward pass
+saves only its inputs. The backward pass computes the scores and the weights of each block again and then its
+gradients. It adds the gradients of keys, values and projections, which all blocks share, to one tensor each. Dropout
+is the same in both passes, because it depends only on a seed and the number of the block.
 
-Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in blocks, recomputed in the backward pass).
+On a CPU, a block has one sequence per thread. torch gives neighboring matrices of a product and neighboring rows of a
+softmax to the same thread, so a thread finds its data in the cache of its own core. A block with one sequence would
+split products by heads and mixes by positions, and most values would move between cores.
+
+With a key range, a block reads only the keys of its windows (`BlockWindows`). The letters are those of
+`softmax_attention`.
+
+Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2112.05682 (attention in blocks that the backward pass
+recomputes).
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attention_operands import Operands
-from .reach import KeyRange
-from .window_blocks import BlockWindows
+from .key_ranges import BlockWindows, KeyRange
 
-__all__ = ["add_bias_gradient", "blocked_backward", "blocked_forward", "group"]
+__all__ = [
+    "Operands",
+    "add_bias_gradient",
+    "blocked_backward",
+    "blocked_forward",
+    "group",
+]
 
-BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
-# Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
-# so up to 64 may be four times what fits into the cache.
+
+class Operands(NamedTuple):
+    """The operands of one attention call, with the arguments of `talking_heads_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None  # four dimensions, like the bias
+    position_bias: Tensor | None = None
+    logits_proj: Tensor | None = None
+    weights_proj: Tensor | None = None
+    seed: Tensor | None = None  # integer [1] that seeds dropout; None without dropout
+    scaling: float = 1.0
+    is_causal: bool = False
+    dropout: float = 0.0
+    key_range: list[int] | None = None  # a `KeyRange`; the bias is then a bias by distance
+
+    @property
+    def heads_in(self) -> int:
+        """Return h_k, the number of query heads."""
+        return self.query.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Return h, the number of softmax heads."""
+        return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
+
+    @property
+    def heads_out(self) -> int:
+        """Return h_v, the number of output heads."""
+        return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if there are no queries or no keys."""
+        return 0 in (*self.query.shape, self.key.shape[2])
+
+    def new_output(self) -> Tensor:
+        """Return an uninitialized output [b, n, h_v, d_v]."""
+        batches, _, length, _ = self.query.shape
+        return self.value.new_empty(batches, length, self.heads_out, self.value.shape[-1])
+
+
+# The number of [heads, r, m] values per thread. The cache holds a few tensors of this size.
+BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
+# Numbers of rows for which matrix products are fast. With few rows, products read keys and values longer than they
+# compute. Therefore, blocks of up to 64 rows may have four times as many values as fit into the cache.
 ROWS = (512, 256, 128, 64, 48, 32)
-MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
+# The largest number of parts of one sequence. Each part has a copy of the keys and values.
+MOST_PARTS = 8
 
 
 @dataclass
 class _Block:
-    """Some sequences, some of their query rows, and the slices of the keys that these rows can reach."""
+    """A block: some sequences, some of their query rows, and the slices of the keys that these rows attend to."""
 
     number: int
     batch: slice
@@ -44,33 +104,40 @@ class _Block:
     size: int  # B
 
     def __post_init__(self) -> None:
-        self.length, self.memory = _count(self.rows), sum(map(_count, self.spans))  # r, m
+        self.length, self.key_length = _count(self.rows), sum(map(_count, self.spans))  # r, m
 
     def read(self, states: Tensor, axis: int) -> Tensor:
-        """Return the part of states that belongs to the keys that are reached, which are its axis 2 or 3."""
+        """Return the part of a tensor that belongs to the keys of the block; the keys are its axis 2 or 3."""
         parts = [states[(slice(None),) * axis + (span,)] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 class _Call:
-    """Each step of the forward pass on one block of a call, by this many threads."""
+    """The steps of a call on one block.
+
+    Args:
+        operands: the operands of the call.
+        threads: the number of threads that compute a block. It determines the sizes of the blocks.
+    """
 
     def __init__(self, operands: Operands, threads: int):
-        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, reach = operands
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, key_range = (
+            operands
+        )
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
-        # A sequence alone becomes several with a part of the queries each, so that every thread has one.
+        # A single sequence is split into parts of its queries, so that each thread has a part.
         self.parts = _number_of_parts(operands, threads)
         if self.parts > 1:
             query = self.split(query)
             mask, bias = (None if tensor is None else self.split(tensor) for tensor in (mask, bias))
             key, value = (tensor.repeat(self.parts, 1, 1, 1) for tensor in (key, value))
-        elif query.shape[0] > 1:  # models hand over [b, m, h, d] transposed, which each block would copy anew
+        elif query.shape[0] > 1:  # models pass a transposed [b, m, h, d], which each block would copy again
             key, value = key.contiguous(), value.contiguous()
         self.query, self.key, self.value = query, key, value
-        # The factor of the dot products is cheapest where the numbers are fewest: in P_l, or else in the queries. In
-        # float16 it is in the queries, or the dot products could overflow.
+        # P_l and the queries have the fewest numbers, so the factor of the dot products is applied there. In float16,
+        # it is applied to the queries, because the dot products could overflow.
         self.proj_scaling = 1.0 if logits_proj is None or query.dtype == torch.float16 else scaling
         self.mix_in = None if logits_proj is None else (logits_proj * self.proj_scaling).to(query.dtype)
         self.mix_out = None if weights_proj is None else weights_proj.to(query.dtype)
@@ -78,14 +145,15 @@ class _Call:
         self.buffers: dict[str, Tensor] = {}
         if dropout > 0 and seed is not None:
             self.generator, self.first_seed = torch.Generator(query.device), int(seed)
-            # The probability to 16 bits: of the numbers from -2**15 to 2**15 - 1, this one and those above it keep.
+            # The probability has 16 bits: a weight is kept if its random number from -2**15 to 2**15 - 1 is at
+            # least this number.
             self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
         self.nothing: Tensor | None = None
-        self.windows = None if reach is None else BlockWindows(KeyRange(*reach), self.query, self.key, bias)
-        self._take_masks(mask, bias if reach is None else None)
+        self.windows = None if key_range is None else BlockWindows(KeyRange(*key_range), self.query, self.key, bias)
+        self._take_masks(mask, bias if key_range is None else None)
 
     def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
@@ -99,16 +167,17 @@ class _Call:
             return
         self.added.append(mask.expand(full))
         nothing = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any key
-        if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
+        if nothing.device.type != "cpu" or nothing.any():  # `any` would wait for a GPU
             self.nothing = nothing.expand(batches, -1, length, 1)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """[1, h, n, x] to the parts' [parts, h, n / parts, x], of the same memory."""
+        """Return a view [parts, h, n / parts, x] of a tensor [1, h, n, x]."""
         if tensor.shape[2] == 1:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
 
     def blocks(self) -> Iterator[_Block]:
+        """Yield the blocks of the call, in the same order in both passes."""
         batches, _, length, _ = self.query.shape
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
         elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
@@ -126,62 +195,63 @@ class _Call:
                 number += 1
 
     def rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        length, memory = self.query.shape[2], self.key.shape[2]
+        """Yield the query rows of each block and the slices of its keys."""
+        length, key_length = self.query.shape[2], self.key.shape[2]
         if self.windows is not None:
             yield from self.windows.blocks(rows)
             return
         for row in range(0, length, rows):
             end = min(row + rows, length)
-            yield slice(row, end), (slice(0, min(memory, end) if self.is_causal else memory),)
+            yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
     def queries(self, block: _Block) -> Tensor:
-        """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
+        """Return the queries [B * k, g * r, d], with the heads of a group stacked as rows of the same keys."""
         query = group(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
-        """[B * k, m, d]"""
+        """Return the keys [B * k, m, d]."""
         return self.gathered("keys", self.key, block)
 
     def values(self, block: _Block) -> Tensor:
-        """[B * k, m, d_v]"""
+        """Return the values [B * k, m, d_v]."""
         return self.gathered("values", self.value, block)
 
     def gathered(self, name: str, states: Tensor, block: _Block) -> Tensor:
-        """[B * k, m, x] of [b, k, all keys, x], in that buffer where the keys do not follow each other."""
+        """Return the keys of a block [B * k, m, x] from [b, k, all keys, x]; a buffer joins several slices."""
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
-            out = self.space(name, block.size, states.shape[1], block.memory, states.shape[3])
+            out = self.space(name, block.size, states.shape[1], block.key_length, states.shape[3])
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
     def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
-        """[B, heads, r * m], uninitialised."""
-        return self.space(name, block.size, heads, block.length * block.memory)
+        """Return an uninitialized buffer [B, heads, r * m]."""
+        return self.space(name, block.size, heads, block.length * block.key_length)
 
     def space(self, name: str, *shape: int) -> Tensor:
-        """A tensor of this shape, uninitialised: the same memory for every block, so that it is in the cache."""
+        """Return an uninitialized buffer of this shape. All blocks use the same memory, which stays in the cache."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
         return self.buffers[name][:size].view(shape)
 
     def scores(self, queries: Tensor, block: _Block) -> Tensor:
-        """[B, h_k, r * m], in the buffer "scores"."""
+        """Return the dot products [B, h_k, r * m] in the buffer "scores"."""
         return _multiply(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
 
     def softmax(self, scores: Tensor, block: _Block) -> Tensor:
-        """[B, h_k, r * m] to the softmax weights [B, h, r, m], in at least float32 as fused kernels do."""
+        """Return the softmax weights [B, h, r, m] of scores [B, h_k, r * m], computed in at least float32."""
         if self.mix_in is None and self.mix_out is None:
-            logits = scores  # nobody asks for them again
+            logits = scores  # the scores are not read again
         else:
             logits = self.buffer("softmax", self.heads, block)
             logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
-        logits = logits.view(block.size, self.heads, -1, block.memory)
+        logits = logits.view(block.size, self.heads, -1, block.key_length)
         allowed, added = self.masks(block)
-        for each in added:
-            wider = torch.promote_types(each.dtype, logits.dtype) != logits.dtype
-            logits = logits + each if wider else logits.add_(each)
+        for term in added:
+            wider = torch.promote_types(term.dtype, logits.dtype) != logits.dtype
+            logits = logits + term if wider else logits.add_(term)
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
         nothing = None if self.nothing is None else self.nothing[block.batch, :, block.rows]
@@ -196,54 +266,54 @@ class _Call:
         return weights if nothing is None else weights.masked_fill_(nothing, 0)
 
     def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
-        """Return what is allowed, [B, h, r, m] or less, None: everything; and what is added to the logits."""
-        added = [block.read(each[block.batch, :, block.rows], 3) for each in self.added]
+        """Return a mask that broadcasts to [B, h, r, m] (None = all keys), and the terms to add to the logits."""
+        added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
-        if self.is_causal and block.memory > block.rows.start + 1:
-            shape, device = (block.length, block.memory), self.query.device
+        if self.is_causal and block.key_length > block.rows.start + 1:
+            shape, device = (block.length, block.key_length), self.query.device
             causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
             allowed = causal if allowed is None else allowed & causal
         if self.windows is not None:
             near, outside = self.windows.terms(block.rows, block.spans)
-            # Each query reads itself at least. Most blocks meet no padding, and adding is faster than filling in.
+            # Each query attends at least to itself. Most blocks have no padding, and adding is faster than filling.
             if allowed is None or (allowed.device.type == "cpu" and bool(allowed.all())):
                 return None, [*added, outside]
             return allowed & near, [*added, outside]
         return allowed, added
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
-        """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or unchanged."""
+        """Return the weights of the values [B, h_v, r * m] before dropout, from softmax weights [B, h, r, m]."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
         return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
 
     def kept(self, weights: Tensor, block: _Block) -> Tensor:
-        """The dropout mask of one block, the same in both passes: it depends only on the seed and the number."""
+        """Return the dropout mask of a block. It depends only on the seed and the number of the block."""
         self.generator.manual_seed(self.first_seed + block.number)
-        # Four 16-bit numbers from each draw: on a CPU, ten times as fast as a bernoulli_ of every weight.
+        # Each random number contains four 16-bit numbers. On a CPU, this is ten times as fast as `bernoulli_`.
         bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64, device=weights.device)
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
     def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
-        """Add a block's part of the position bias's gradient, or keep it until `finish_gradients`."""
+        """Add the gradient of the position bias of a block. With windows, `finish_gradients` adds the last part."""
         if self.windows is None:
             add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
         else:
             self.windows.add_bias_gradient(d_bias, d_logits)
 
     def finish_gradients(self, d_bias: Tensor, d_logits_proj: Tensor) -> None:
-        """Do what is done once, after the last block."""
+        """Finish the gradients after the last block."""
         d_logits_proj *= self.proj_scaling
         if self.windows is not None:
             self.windows.finish_bias_gradient(d_bias)
 
 
 def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Return talking-heads attention [b, n, h_v, d_v], and the number of threads [1] for the backward pass.
+    """Return talking-heads attention [b, n, h_v, d_v] and the number of threads [1].
 
-    It must make the same blocks: their numbers decided what dropout drops.
+    The backward pass needs this number to create the same blocks, because dropout depends on the number of a block.
     """
     query, device = operands.query, operands.query.device
     output = operands.new_output()
@@ -254,10 +324,10 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
-        weights = call.mixed(call.softmax(scores, block), "scores", block)  # the scores are done with
+        weights = call.mixed(call.softmax(scores, block), "scores", block)  # overwrites the scores
         if call.dropout > 0:
             weights = weights * call.kept(weights, block)
-        weights = weights.view(block.size * call.value_heads, -1, block.memory)
+        weights = weights.view(block.size * call.value_heads, -1, block.key_length)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
@@ -266,17 +336,17 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Operands) -> list[Tensor]:
-    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where none is due.
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj (empty if not needed).
 
     Args:
-        d_output: [b, n, h_v, d_v]
-        threads: of the forward pass
-        wants_bias: whether the position bias is trained
+        d_output: the gradient of the outputs [b, n, h_v, d_v].
+        threads: the number of threads that the forward pass returned.
+        wants_bias: True if the position bias needs a gradient.
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if wants_bias else None
     call = _Call(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
-    # Sums over blocks in at least float32.
+    # Sums over blocks are in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.key, call.value))
@@ -295,13 +365,13 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         scores = call.scores(queries, block)  # [B, h_k, r * m]
         softmax = call.softmax(scores, block)  # [B, h, r, m]
         weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
-        kept = call.kept(weights, block) if call.dropout > 0 else None
+        dropout_mask = call.kept(weights, block) if call.dropout > 0 else None
         d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
-        _add_product(d_value[block.batch], block, weights if kept is None else weights * kept, d_rows)
-        # The weights are done with, so their gradient takes their place (unless they are the softmax itself).
+        _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
+        # The gradient overwrites the weights, which are not read again (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
-        if kept is not None:
-            d_weights *= kept
+        if dropout_mask is not None:
+            d_weights *= dropout_mask
         d_softmax = d_weights
         if call.mix_out is not None:
             d_weights_proj += (softmax.to(query.dtype).flatten(2) @ d_weights.transpose(1, 2)).sum(0)
@@ -313,9 +383,9 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
-            d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; the scores are done with
+            d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; overwrites the scores
         _add_product(d_key[block.batch], block, d_scores, queries)
-        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.memory) @ call.keys(block)
+        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
@@ -329,41 +399,41 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
 
 def _number_of_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
-    # The keys that a causal block reads are those up to its last row, those of a window are few.
-    if batches > 1 or operands.is_causal or operands.reach is not None:
+    # A causal block reads only the keys up to its last row, and a window has few keys.
+    if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
     most = min(threads, MOST_PARTS, length // ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
 def group(states: Tensor, kv_heads: int) -> Tensor:
-    """[B, h, r, x] -> [B * k, g * r, x]."""
+    """Return states [B, h, r, x] as [B * k, g * r, x], with the heads of a group stacked as rows."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 
 
 def _ungroup(states: Tensor, size: int, heads: int) -> Tensor:
-    """[B * k, g * r, x] -> [B, h, r, x]."""
+    """Return states [B * k, g * r, x] as [B, h, r, x]."""
     return states.view(size, heads, -1, states.shape[-1])
 
 
 def _multiply(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
-    """[B * k, g * r, x] by [B * k, m, x] to [B, h, r * m], written to `out`."""
+    """Multiply [B * k, g * r, x] by the transposed [B * k, m, x] into `out`, [B, h, r * m]."""
     torch.bmm(states, shared.transpose(1, 2), out=out.view(*states.shape[:2], shared.shape[1]))
     return out
 
 
 def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
-    """[j, i] by [B, i, r * m] to [B, j, r * m], written to `out`."""
+    """Multiply [j, i] by [B, i, r * m] into `out`, [B, j, r * m]."""
     return torch.bmm(matrix.expand(heads.shape[0], -1, -1), heads, out=out)
 
 
 def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) -> None:
-    """Add weights^T states, [B, h, r * m] by [B * k, g * r, x] summed over a group's rows, to total [B, k, m, x]."""
-    weights, at = weights.view(*states.shape[:2], block.memory).transpose(1, 2), 0
+    """Add the product of transposed weights [B, h, r * m] and states [B * k, g * r, x] to the total [B, k, m, x]."""
+    weights, at = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
     for span in block.spans:
-        part, count = total[:, :, span].flatten(0, 1), _count(span)  # of the same memory
+        part, count = total[:, :, span].flatten(0, 1), _count(span)  # a view
         of_span = weights[:, at : at + count]
-        if part.dtype == states.dtype and part.is_contiguous():  # else torch multiplies matrix by matrix, by copies
+        if part.dtype == states.dtype and part.is_contiguous():  # otherwise torch copies and multiplies each matrix
             part.baddbmm_(of_span, states)
         else:
             part += of_span @ states
@@ -375,7 +445,7 @@ def _count(span: slice) -> int:
 
 
 def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slice) -> None:
-    """Add [B, h, r, m] to the part of d_bias it belongs to, summed over the axes along which the bias was repeated."""
+    """Add the gradient of logits [B, h, r, m] to its part of d_bias, summed over the axes that the bias broadcasts."""
     axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
     part = d_logits.sum(axes, keepdim=True) if axes else d_logits
     places = (batch, slice(None), rows, slice(d_logits.shape[-1]))

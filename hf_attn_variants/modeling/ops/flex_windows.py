@@ -1,13 +1,17 @@
-"""Attention in windows on CUDA: by torch's FlexAttention where it has proved itself, else by blocks in plain torch.
+"""Attention in windows on CUDA, with FlexAttention of torch or with blocks in plain torch.
 
-FlexAttention compiles one kernel that reads, for each block of queries, the blocks of keys that the window touches. It
-knows no dropout, and no talking heads; calls with either go by `blocked_attention`. So does everything on a CPU,
-where FlexAttention has no backward pass.
+FlexAttention compiles one kernel. For each block of queries, the kernel reads the blocks of keys that overlap the
+window:
 
-A kind of call is tried first (`kernel_trials`): small ones, forward and, where it is wanted, backward, must agree with
-the blocks. Letters as in `softmax_attention`; l the longest text that a bias is made for.
+    blocks of keys     0   1   2   3   4
+    block of query 2   .   /   x   /   .      x: read completely, /: read with a formula, .: not read
 
-Source: arXiv 2412.05496 (FlexAttention); 2004.05150, section 3.1 (the windows).
+It supports neither dropout nor talking heads, and on a CPU it has no backward pass. These calls use
+`blocked_attention`. Each kind of call starts with a trial (`backend_choice`): small calls, with a backward pass if
+gradients are needed, must agree with the blocks. The letters are those of `softmax_attention`; l is the length of the
+longest text that a bias supports.
+
+Sources: arXiv 2412.05496 (FlexAttention); arXiv 2004.05150, section 3.1 (windows).
 """
 
 from collections.abc import Callable
@@ -17,21 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel_trials import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .key_ranges import KeyRange
 from .memory_efficient_attention import one_dtype, talking_heads_attention
-from .reach import KeyRange
 
 __all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
-BLOCK = 128  # queries, and keys, of a block: FlexAttention's own size
-# Batches, lengths and global tokens of the small calls. By the second, torch compiles for any number of them; in it
-# there are queries whose window contains only padding.
+BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
+# The batch sizes, lengths and numbers of global tokens of the small calls. For the second one, torch compiles a kernel
+# for any size. It also has queries whose window contains only padding.
 SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
-SMALL_WINDOW = 140  # on each side: some blocks are read whole, some in part, some not at all
-# Kernels that torch keeps: one for each kind of call. By default it gives up after eight.
+# The keys on each side of a query. Some blocks are then read completely, some partly and some not at all.
+SMALL_WINDOW = 140
+# The number of kernels that torch stores, one per kind of call. Its default is eight.
 MOST_KERNELS = 64
 
 
@@ -60,34 +65,34 @@ def attention_in_windows(
     mask: Tensor | None = None,
     position_bias: Tensor | None = None,
     *,
-    reach: KeyRange,
+    key_range: KeyRange,
     dropout: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Attention that reads what `reach` says, in memory that grows linearly with n and m; differentiable once.
+    """Compute attention within a key range, in memory that grows linearly with n and m; differentiable once.
 
     Args:
-        query, key, value, mask, position_bias, reach, dropout: as in `talking_heads_attention` with a reach
-        options: its other arguments
+        query, key, value, mask, position_bias, key_range, dropout: as in `talking_heads_attention` with a key range.
+        options: the other arguments of `talking_heads_attention`.
 
     Returns:
         The outputs [b, n, h_v, d_v].
 
     Raises:
-        ValueError: as `talking_heads_attention`.
+        ValueError: as in `talking_heads_attention`.
     """
     kind = None
     if query.device.type in DEVICES and dropout == 0 and not _talks(options):
         query, key, value = one_dtype(query, key, value)
-        kind = _kind_of(query, key, value, mask, position_bias, reach, options["scaling"])
+        kind = _kind_of(query, key, value, mask, position_bias, key_range, options["scaling"])
     if kind is not None and agrees(_flex_agreed, kind, lambda: disagreement(kind), _refusal(kind)):
         try:
-            return _flex(query, key, value, mask, position_bias, reach, options["scaling"])
+            return _flex(query, key, value, mask, position_bias, key_range, options["scaling"])
         except NO_FAILURES:
             raise
-        except Exception as error:  # a compiler's, for a shape that the small calls had not
+        except Exception as error:  # of a compiler, for a shape that the small calls did not have
             note(_flex_agreed, kind, failure("FlexAttention", error), _refusal(kind))
-    options |= {"position_bias": position_bias, "dropout": dropout, "reach": reach}
+    options |= {"position_bias": position_bias, "dropout": dropout, "key_range": key_range}
     return talking_heads_attention(query, key, value, mask, **options)
 
 
@@ -101,13 +106,13 @@ def _kind_of(
     value: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
-    reach: KeyRange,
+    key_range: KeyRange,
     scaling: float,
 ) -> Kind | None:
-    """Return the kind of a call; None where FlexAttention cannot serve it."""
+    """Return the kind of a call, or None if FlexAttention does not support it."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
-    # A CUDA graph would go on reading masks that are no longer kept.
+    # A CUDA graph would read masks that have been released.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
@@ -126,14 +131,14 @@ def _kind_of(
         has_padding=mask is not None,
         bias=None if bias is None else bias.dtype,
         trains_bias=trains[3],
-        is_dilated=reach.step > 1,
+        is_dilated=key_range.step > 1,
         with_backward=any(trains),
     )
 
 
 @lru_cache(maxsize=1)
 def _has_block_masks() -> bool:
-    """Say whether this torch has masks of blocks for lengths that are not a multiple of the block size."""
+    """Return True if this torch supports block masks for lengths that are not multiples of the block size."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return "seq_lengths" in BlockMask.from_kv_blocks.__code__.co_varnames
@@ -145,25 +150,25 @@ def _flex(
     value: Tensor,
     mask: Tensor | None,
     table: Tensor | None,
-    reach: KeyRange,
+    key_range: KeyRange,
     scaling: float,
 ) -> Tensor:
     """Return [b, n, h, d_v]; arguments as in `attention_in_windows`, the bias by distance, [1, h, 1, 2 l - 1]."""
-    length, memory = query.shape[2], key.shape[2]
-    readable = None if mask is None else mask[:, 0, 0, -memory:].expand(query.shape[0], memory)
-    # A copy: torch loses the gradient of a view that a score's function reads.
+    length, key_length = query.shape[2], key.shape[2]
+    readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
+    # This is a copy, because torch loses the gradient of a view that a `score_mod` reads.
     table = None if table is None else table[0, :, 0].clone()
-    # Autocast has done its work (`one_dtype`), and a kernel compiled under it would be another one.
+    # The inputs already have the autocast dtype (`one_dtype`). Under autocast, torch would compile another kernel.
     with torch.autocast(query.device.type, enabled=False):
         output = _compiled()(
             query,
             key,
             value,
-            score_mod=_score_mod(readable, table, _number("offset", memory - length, query.device)),
-            block_mask=_block_mask(reach, length, memory, query.device),
+            score_mod=_score_mod(readable, table, _number("offset", key_length - length, query.device)),
+            block_mask=_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            # Few queries have a kernel of their own, which was not tried.
+            # torch has another kernel for few queries, which the trial did not test.
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
     return output.transpose(1, 2)
@@ -171,7 +176,7 @@ def _flex(
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Tensor]:
-    """Return FlexAttention, compiled; it raises where torch would go on without a kernel, in memory of n x m."""
+    """Return compiled FlexAttention. It raises an error if torch would compute n x m weights without a kernel."""
     import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -186,21 +191,21 @@ def _compiled() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def _number(role: str, value: int, device: torch.device) -> Tensor:
-    """Return a whole number as a tensor []: as a number in the code, each value would have a kernel of its own.
+    """Return a whole number as a tensor [], because torch would compile a kernel for each Python number.
 
-    So would two roles that are one tensor: equal numbers are different tensors.
+    The role is a part of the cache key, because torch also compiles another kernel if two roles share one tensor.
     """
-    with torch.inference_mode(False):  # kept for later calls too, which may train
+    with torch.inference_mode(False):  # later calls, which may train, use the same tensor
         return torch.tensor(value, device=device)
 
 
 def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
-    """Return what is done to a score: a bias by distance is added, and keys that are padding are not read.
+    """Return a `score_mod` of FlexAttention, which adds the bias by distance and excludes padding.
 
     Args:
-        readable: [b, m].
-        table: [h, 2 l - 1], of the distances -(l - 1) .. l - 1 from a query to a key.
-        offset: [], the position of the first query.
+        readable: True for keys that are not padding, [b, m].
+        table: the bias [h, 2 l - 1] for the distances -(l - 1) .. l - 1 from a query to a key.
+        offset: the position of the first query, [].
     """
     if readable is None and table is None:
         return None
@@ -214,18 +219,18 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     return score_mod
 
 
-@lru_cache(maxsize=4)  # (n / 128)^2 numbers each
-def _block_mask(reach: KeyRange, length: int, memory: int, device: torch.device) -> Any:
-    """Return FlexAttention's mask of a shape: the blocks that are read, and a formula for those read in part."""
+@lru_cache(maxsize=4)  # a mask has (n / 128)^2 numbers
+def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
+    """Return the `BlockMask` of a key range: the blocks to read, and a formula for those to read partly."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    # Distances beyond the text are all alike, and fit the kernel's numbers.
+    # A longer distance than the text has no effect, and the kernel uses 32-bit numbers.
     before, after, step, global_tokens, offset = (
-        _number(role, min(number, length + memory), device)
-        for role, number in zip((*KeyRange._fields, "first query"), (*reach, memory - length), strict=True)
+        _number(role, min(number, length + key_length), device)
+        for role, number in zip((*KeyRange._fields, "first query"), (*key_range, key_length - length), strict=True)
     )
 
-    is_dilated = reach.step > 1
+    is_dilated = key_range.step > 1
 
     def is_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = j - i - offset
@@ -234,41 +239,43 @@ def _block_mask(reach: KeyRange, length: int, memory: int, device: torch.device)
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
     with torch.inference_mode(False):  # as in `_number`
-        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(reach, length, memory))
+        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(key_range, length, key_length))
         count, order = _in_order(some & ~whole)
         of_whole = _in_order(whole)
-        lengths = (length, memory)
+        lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
             count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
         )
 
 
 def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries reads, and all of them, these first."""
+    """Return the number of blocks of keys that each block of queries reads, and the indices of all, these first."""
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
-def blocks_that_are_read(reach: KeyRange, length: int, memory: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Return which blocks of keys any query of a block reads, and which all of them read whole.
+def blocks_that_are_read(
+    key_range: KeyRange, length: int, key_length: int, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Return the blocks of keys that a block of queries reads, and those that all its queries read completely.
 
-    Blocks at the ends, shorter than the others, count as whole where what there is of them is.
+    The last blocks may be shorter than the others.
 
     Args:
-        reach: of the attention.
-        length, memory: n and m; the queries are the last n of the m.
-        block: queries, and keys, of a block.
+        key_range: the key range of the attention.
+        length, key_length: n and m. The queries are at the last n of the m positions.
+        block: the number of queries or keys per block.
 
     Returns:
         Two boolean tensors [blocks of queries, blocks of keys].
     """
     first_row = torch.arange(0, length, block)[:, None]
-    first, last = first_row + memory - length, (first_row + block).clamp(max=length) - 1 + memory - length
-    low = torch.arange(0, memory, block)
-    high = (low + block).clamp(max=memory) - 1
-    some = (high - first >= -reach.before) & (low - last <= reach.after)
-    whole = (low - last >= -reach.before) & (high - first <= reach.after) & (reach.step == 1)
-    some |= (low < reach.global_tokens) | (first < reach.global_tokens)
-    whole |= (high < reach.global_tokens) | (last < reach.global_tokens)
+    first, last = first_row + key_length - length, (first_row + block).clamp(max=length) - 1 + key_length - length
+    low = torch.arange(0, key_length, block)
+    high = (low + block).clamp(max=key_length) - 1
+    some = (high - first >= -key_range.before) & (low - last <= key_range.after)
+    whole = (low - last >= -key_range.before) & (high - first <= key_range.after) & (key_range.step == 1)
+    some |= (low < key_range.global_tokens) | (first < key_range.global_tokens)
+    whole |= (high < key_range.global_tokens) | (last < key_range.global_tokens)
     return some, whole
 
 
@@ -280,32 +287,32 @@ def _refusal(kind: Kind) -> str:
 
 
 def disagreement(kind: Kind) -> str | None:
-    """Compute small calls of this kind by both ways; return what is wrong with FlexAttention, or None."""
+    """Return the reason if FlexAttention does not agree with the blocks in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}
         for batch, length, global_tokens in SMALL_CALLS:
             states = _random_window_call(kind, batch, length)
-            # Not by the hooks of a checkpoint around the call, which would recompute in the midst of it.
+            # The hooks of a gradient checkpoint around this call must not see the tensors of the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                found, expected = (_flex_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
+                actual, expected = (_flex_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
             for name, tensor in expected.items():
-                worst[name] = max(worst.get(name, 0.0), largest_error(found[name], tensor, name))
+                worst[name] = max(worst.get(name, 0.0), largest_error(actual[name], tensor, name))
         return worst
 
     return disagreement_of("FlexAttention", errors, tolerance(kind.dtype))
 
 
 def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
-    """Return the tensors of a small call; padding is at the end, a third of the text more from one to the next."""
-    # A generator of its own: trying the kernel must not move the random numbers of a training run.
+    """Return the tensors of a small call. Each row has a third of the text more padding than the row before it."""
+    # A separate generator keeps the random state of a training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
     (heads, kv_heads), (size, value_size) = kind.heads, kind.sizes
-    states = {  # laid out as models do it
+    states = {  # with the strides that models have
         "query": new(kind.dtype, batch, length, heads, size).transpose(1, 2),
         "key": new(kind.dtype, batch, length, kv_heads, size).transpose(1, 2),
         "value": new(kind.dtype, batch, length, kv_heads, value_size).transpose(1, 2),
@@ -320,8 +327,8 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
 
 
 def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
-    """Return the output of a small call and its gradients; of the blocks in float32 on the CPU."""
-    reach = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
+    """Return the output and the gradients of a small call. The blocks use float32 on the CPU."""
+    key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
     if not by_flex:
         states = {name: t.cpu() if t.dtype == torch.bool else t.cpu().float() for name, t in states.items()}
@@ -333,9 +340,9 @@ def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
             query, key, value = (states[name] for name in ("query", "key", "value"))
-            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), reach, kind.scaling)
+            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling)
         else:
-            call: dict[str, Any] = {**states, "scaling": kind.scaling, "reach": reach}
+            call: dict[str, Any] = {**states, "scaling": kind.scaling, "key_range": key_range}
             output = talking_heads_attention(**call, backend="blocked")
         outcome = {"output": output}
         if trained:

@@ -2,7 +2,7 @@
 
 The backends "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`. The custom op
 supports `torch.compile`, gradient checkpointing and autocast. `backend_choice` selects the backend of a call. With a
-`reach`, the op computes sliding-window attention, with or without talking-heads projections (`window_blocks`). The
+`key_range`, the op computes sliding-window attention, with or without talking-heads projections (`key_ranges`). The
 letters are defined in `softmax_attention`.
 
 Source: arXiv 2003.02436, section 3.
@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..variant_names import NAME_SUFFIX
-from .attention_operands import Operands
 from .backend_choice import BACKENDS, choose_backend
-from .reach import KeyRange
+from .blocked_attention import Operands
+from .key_ranges import KeyRange
 from .triton_attention import covers_device, is_supported
 from .variant_attention import check_mask
 
@@ -47,7 +47,7 @@ def talking_heads_attention(
     dropout: float = 0.0,
     logits_proj: Tensor | None = None,
     weights_proj: Tensor | None = None,
-    reach: KeyRange | None = None,
+    key_range: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute talking-heads attention in memory that grows linearly with n and m; differentiable once.
@@ -56,8 +56,8 @@ def talking_heads_attention(
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
             `attention_with_weights`. The bias has a gradient, but the mask does not.
         dropout: the probability that a mixed weight is dropped
-        reach: the key range, or None for all keys. With a key range, attention is computed in blocks. The mask must
-            then be boolean, [b, 1, 1, m or more], and the bias is a bias by distance (`relative_bias`).
+        key_range: the key range, or None for all keys. With a key range, attention is computed in blocks. The mask
+            must then be boolean, [b, 1, 1, m or more], and the bias is a bias by distance (`relative_bias`).
         backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
             and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 
@@ -76,9 +76,9 @@ def talking_heads_attention(
     query, key, value = one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     window: list[int] | None = None
-    if reach is not None:
+    if key_range is not None:
         # The cache may contain only the last of the keys that the mask covers.
-        mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
+        mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(key_range)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
     # A tensor seed avoids a synchronization with the device and a graph break.
@@ -86,10 +86,10 @@ def talking_heads_attention(
     operands = Operands(
         query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, window
     )
-    if backend == "auto" and (reach is not None or not covers_device(query.device)):
+    if backend == "auto" and (key_range is not None or not covers_device(query.device)):
         backend = "blocked"
     if backend == "triton" and not is_supported(operands):
-        raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
+        raise ValueError('`backend` must be "blocked" or "auto" for these inputs, got "triton".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     # tracing repeats the call without gradients and compares
@@ -130,8 +130,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
     with without_autocast(operands.query):
         chosen = _resolve(backend, operands, with_backward)
-        if operands.reach is None:
-            logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
+        if operands.key_range is None:
+            logger.info_once(f"Talking heads on {operands.query.device.type} use the {chosen} backend.")
         output, for_backward = BACKENDS[chosen][0](operands)
     shape = _shape_for_backward(operands, backend)
     if for_backward.shape != shape:  # the blocked backend returns one number, which must have the declared shape

@@ -2,8 +2,15 @@
 
 Blocks, global tokens, summaries, compressed keys and projections along the length depend on positions in the text. A
 row with padding on the left is rolled, so that its text begins at position 0 and the padding follows the text. Its
-outputs are rolled back. Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which
-decoders also use, receives the position of the first token of each row instead.
+outputs are rolled back:
+
+    positions         0 1 2 3 4 5
+    row with padding  . . a b c d      first = 2
+    rolled            a b c d . .      position i has the token of position (i + first) % n
+    rolled back       . . a b c d      position i has the output of position (i - first) % n
+
+Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which decoders also use, receives the
+position of the first token of each row instead.
 
 The letters are defined in `softmax_attention`.
 """
@@ -14,8 +21,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .query_folding import is_traced
-from .variant_attention import VariantAttention
+from .variant_attention import VariantAttention, is_traced
 
 __all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settle_padding", "text_places"]
 
@@ -25,10 +31,10 @@ NOTHING, ROLLED, BY_PATTERN = range(3)
 
 
 def settle_padding(module: VariantAttention) -> None:
-    """Set the treatment of padded rows; `reach`, `compression` and `kernel` must be set before."""
-    reach, kernel = module.reach, module.kernel
-    counts = reach is not None and reach.counts_tokens
-    knows_rows = hasattr(reach, "of_rows")
+    """Set the treatment of padded rows; `key_range`, `compression` and `kernel` must be set before."""
+    key_range, kernel = module.key_range, module.kernel
+    counts = key_range is not None and key_range.counts_tokens
+    knows_rows = hasattr(key_range, "of_rows")
     rolls = module.compression is not None or (kernel is not None and kernel.counts_tokens)
     rolls = rolls or (counts and not knows_rows)
     module.padding_rule = ROLLED if rolls else BY_PATTERN if counts else NOTHING
@@ -106,11 +112,11 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         rule, rows = getattr(module, "padding_rule", NOTHING), None
         if rule != NOTHING and is_of_keys(attention_mask):
-            memory = key.shape[2]
+            key_length = key.shape[2]
             if rule == BY_PATTERN:
-                kwargs["reach"] = module.reach.of_rows(attention_mask[..., -memory:])
+                kwargs["key_range"] = module.key_range.of_rows(attention_mask[..., -key_length:])
             else:
-                rows = rolled_rows(module, attention_mask[..., -memory:], memory)
+                rows = rolled_rows(module, attention_mask[..., -key_length:], key_length)
         # A prefix before the tokens of an encoder raises an error later.
         if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)

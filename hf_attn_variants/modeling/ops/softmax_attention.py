@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .beams import QueryFold, beams_of, repeat_for_beams
 from .latent_decoding import attend_to_one_latent, one_latent_serves
-from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
-from .variant_attention import check_mask
+from .variant_attention import check_mask, is_exporting
 
 __all__ = ["attention_with_weights", "fused_attention"]
 
@@ -84,11 +84,12 @@ def attention_with_weights(
         ValueError: if the mask contains integers.
     """
     check_mask(mask)
-    if (beams := beams_of(query, key)) > 1:
+    if beams_of(query, key) > 1:
         if logits_proj is None and weights_proj is None and score is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
-        key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
-        mask = repeated_for_beams(mask, query.shape[0])
+        key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
+        if mask is not None and mask.dim() == 4 and mask.shape[0] not in (1, query.shape[0]):
+            mask = repeat_for_beams(mask, query.shape[0])
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2)) if score is None else score(query, key)
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:
@@ -151,14 +152,14 @@ def fused_attention(
     those of `attention_with_weights`, without talking-heads projections and without the weights.
     """
     check_mask(mask)
-    length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
+    length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
     beams = beams_of(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # A latent is both key and value. The fused kernel reads each block of it once, with one thread per batch row.
     # An exported graph must support every batch size, so it must not depend on one.
-    by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
-    if by_matmul and not (key is value and memories >= _threads()):
+    by_matmul = length == 1 and on_cpu and not exporting and sentences >= MATMUL_BATCH_SIZE
+    if by_matmul and not (key is value and sentences >= _threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
@@ -197,8 +198,11 @@ def fused_attention(
 
 
 def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
-    size = max(each.shape[-1] for each in heads)
-    return [each if each.shape[-1] == size else nn.functional.pad(each, (0, size - each.shape[-1])) for each in heads]
+    size = max(states.shape[-1] for states in heads)
+    return [
+        states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
+        for states in heads
+    ]
 
 
 def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -219,17 +223,15 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _with_causal_mask(
-    mask: torch.Tensor | None, length: int, memory_length: int, device: torch.device
-) -> torch.Tensor:
-    causal = _causal_mask(length, memory_length, device)
+def _with_causal_mask(mask: torch.Tensor | None, length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    causal = _causal_mask(length, key_length, device)
     if mask is None:
         return causal
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
 
 
-def _causal_mask(length: int, memory_length: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(length, memory_length, dtype=torch.bool, device=device).tril()  # [n, m]
+def _causal_mask(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(length, key_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
 def _biased_mask(
@@ -255,7 +257,7 @@ def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_heads(
-    heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_memory: torch.Tensor | None
+    heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_key: torch.Tensor | None
 ) -> torch.Tensor:
     # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. This is one small matmul
     # over all positions.
@@ -265,6 +267,6 @@ def _mix_heads(
     mixed = (proj.to(heads.dtype).transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
     if by_query is not None:
         mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)
-    if by_memory is not None:
-        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, by_memory)
+    if by_key is not None:
+        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, by_key)
     return mixed

@@ -1,21 +1,30 @@
-"""Talking-heads attention on GPUs: all that spans heads in one Triton kernel, the matrix products by cuBLAS.
+"""Talking-heads attention on GPUs. One Triton kernel combines the heads, and cuBLAS computes the matrix products.
 
-Query rows are walked in chunks whose scores fit a workspace of fixed size, so memory grows linearly with n and m.
+The query rows are processed in chunks whose scores fit a workspace of fixed size, so memory grows linearly with n and
+m:
 
     forward    S = Q K^T                               one batched product
-               W = P_w(softmax(P_l(S) + bias + mask))  one kernel: a program holds all heads of a query row
+               W = P_w(softmax(P_l(S) + bias + mask))  one kernel: a program has all heads of a query row
                O = W V                                 one batched product
     backward   S = Q K^T, G = dO V^T                   two batched products
-               S -> dS, G -> W, dP_l, dP_w             one kernel, in place, from the row statistics that forward kept
+               S -> dS, G -> W, dP_l, dP_w             one kernel, in place, from the statistics of the forward pass
                dQ = dS K, dK += dS^T Q, dV += W^T dO   three batched products
 
-Each program writes its own part of dP_l and dP_w, summed afterwards in one order: no atomics, so results repeat.
+The forward pass saves two statistics per row and head, the largest logit and the inverse sum of exponentials. The
+backward pass computes the softmax from them. Each program writes its own part of dP_l and dP_w. The parts are summed
+in a fixed order instead of with atomic additions, so that results repeat.
 
-Why not one kernel for it all: P_w mixes weights that are normalised already, so such a kernel computes every logit
-twice (in the backward pass three times), and the h * rows * d outputs that it holds in registers allow about 32 rows
-at h * d = 1024: keys and values are then read n / 32 times. Here a workspace is written and read instead.
+In a kernel, the products with P_l and P_w are `tl.dot` over [positions, heads], with the heads padded to a power of
+two from 16 on. The positions are the long side that the matrix units need.
 
-Sources: arXiv 2003.02436, section 3 (the formula); 2205.14135 (recomputation from row statistics).
+A single fused kernel would be slower. P_w mixes normalized weights, so the kernel would compute each logit twice
+(three times in the backward pass). Its h * rows * d outputs must fit into registers, which limits it to about 32 rows
+at h * d = 1024, so it would read the keys and values n / 32 times. This module writes and reads a workspace instead.
+
+The letters are those of `softmax_attention`; c is the number of key positions per block. Without Triton, the kernels
+are None.
+
+Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2205.14135 (gradient of the softmax from row statistics).
 """
 
 from collections.abc import Iterator
@@ -23,18 +32,300 @@ from typing import Any
 
 import torch
 
-from .attention_operands import Operands
-from .blocked_attention import add_bias_gradient, group
-from .triton_kernels import backward_kernel, forward_kernel, triton
+from .blocked_attention import Operands, add_bias_gradient, group
 
-__all__ = ["allows_tf32", "covers_device", "is_supported", "kind_of_mask", "triton_backward", "triton_forward"]
+__all__ = [
+    "allows_tf32",
+    "backward_kernel",
+    "covers_device",
+    "forward_kernel",
+    "is_supported",
+    "kind_of_mask",
+    "triton",
+    "triton_backward",
+    "triton_forward",
+]
 
-# Of each workspace: scores, weights and, for a trained bias, its gradient. With 64 MiB an H200 waits for Python to
-# launch so many chunks, and takes twice the time; 512 MiB gain 5 % more.
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the package and its Hub repositories must load without a GPU
+    triton = backward_kernel = forward_kernel = None
+
+
+# These numbers differ between batches. Without these lists, Triton would compile the kernels again for each length.
+ANY_NUMBER = ["batch0", "row0", "rows", "length", "key_length"]
+ANY_NUMBER += ["bias_stride_b", "bias_stride_n", "mask_stride_b", "mask_stride_n"]
+ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride_m"]
+
+if triton is not None:
+
+    @triton.jit
+    def _read(at, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+        """Load a block [heads, c] up to the position `end`, of a slab whose heads have the stride `stride`."""
+        heads = tl.arange(0, PAD)
+        inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
+        return tl.load(at + heads[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
+
+    @triton.jit
+    def _write(at, values, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+        """Store a block [heads, c] at the position from which `_read` loads it."""
+        heads = tl.arange(0, PAD)
+        inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
+        tl.store(at + heads[:, None] * stride + offs_c[None, :], values, mask=inside)
+
+    @triton.jit
+    def _read_added(
+        at, offs_c, inside, stride_h, stride_m, HEADS: tl.constexpr, PAD: tl.constexpr, PER_HEAD: tl.constexpr
+    ):
+        """Load a block of a bias or mask, [c, h], or [c, 1] if all heads share it."""
+        if PER_HEAD:
+            heads = tl.arange(0, PAD)
+            both = (heads < HEADS)[:, None] & inside[None, :]
+            values = tl.load(
+                at + heads.to(tl.int64)[:, None] * stride_h + offs_c[None, :] * stride_m, mask=both, other=0
+            )
+            return tl.trans(values)
+        else:
+            return tl.load(at + offs_c * stride_m, mask=inside, other=0)[:, None]
+
+    @triton.jit
+    def _logits(
+        scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+        score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
+        HEADS_IN: tl.constexpr, HEADS: tl.constexpr, PAD_IN: tl.constexpr, PAD: tl.constexpr,
+        MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
+        ZEROED: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Load one block of scores [c, h_k], and return it with the logits of the softmax heads [c, h]."""
+        inside = offs_c < end
+        # Loading the whole padded row allows wide loads. The padding was never written, so sums over the positions
+        # need zeros instead (ZEROED). The logits do not need them, because later code excludes positions outside the
+        # row.
+        scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
+        if ZEROED:
+            scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
+        if MIX:
+            logits = tl.dot(scores, proj, input_precision=PRECISION) * scale  # [c, h]
+        else:
+            logits = scores.to(tl.float32) * scale
+        if BIAS:
+            bias = _read_added(bias_at, offs_c, inside, bias_stride_h, bias_stride_m, HEADS, PAD, True)
+            logits += bias.to(tl.float32)
+        if MASK:
+            mask = _read_added(mask_at, offs_c, inside, mask_stride_h, mask_stride_m, HEADS, PAD, MASK_PER_HEAD)
+        if MASK == 1:
+            logits = tl.where(mask != 0, logits, float("-inf"))
+        if MASK == 2:
+            logits += mask.to(tl.float32)
+        return scores, tl.where(inside[:, None], logits, float("-inf"))
+
+    @triton.jit
+    def _kept(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
+        """Return the dropout factors [c, h_v], 1 / (1 - dropout) or 0, which are the same in both passes."""
+        position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
+        head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
+        zero = tl.zeros_like(position)
+        bits, _, _, _ = tl.philox(seed, position, head, zero, zero)
+        return tl.where(tl.uint_to_uniform_float(bits) >= dropout, 1.0 / (1.0 - dropout), 0.0)
+
+    @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
+    def forward_kernel(
+        scores_ptr, weights_ptr, top_ptr, inverse_ptr, logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
+        scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
+        bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
+        mask_stride_b, mask_stride_h, mask_stride_n, mask_stride_m,
+        HEADS_IN: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
+        PAD_IN: tl.constexpr, PAD: tl.constexpr, PAD_OUT: tl.constexpr, BLOCK: tl.constexpr,
+        MIX_LOGITS: tl.constexpr, MIX_WEIGHTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+        MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ONE_BLOCK: tl.constexpr,
+        ZEROED: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Compute the mixed weights of all heads of one query row from its scores, and store the row statistics."""
+        local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        row, batch = row0 + local_row, batch0 + local_batch
+        offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
+        dtype = scores_ptr.dtype.element_ty
+        head_stride = rows * buffer_length
+        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
+        bias_at, mask_at = bias_ptr, mask_ptr
+        if BIAS:
+            bias_at += batch * bias_stride_b + row * bias_stride_n
+        if MASK:
+            mask_at += batch * mask_stride_b + row * mask_stride_n
+        proj = tl.zeros([PAD_IN, PAD], dtype)
+        if MIX_LOGITS:
+            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
+        proj_out = tl.zeros([PAD, PAD_OUT], dtype)
+        if MIX_WEIGHTS:
+            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
+        if DROPOUT:
+            seed = tl.load(seed_ptr)
+        end = key_length
+        if CAUSAL:
+            end = tl.minimum(key_length, row + 1).to(tl.int32)
+        if ONE_BLOCK:
+            _, logits = _logits(
+                scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, tl.arange(0, BLOCK),
+                head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
+                HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
+            )  # fmt: skip
+            top = tl.max(logits, 0)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            logits = tl.exp(logits - top[None, :])
+            total = tl.sum(logits, 0)
+        else:
+            top = tl.full([PAD], float("-inf"), tl.float32)
+            total = tl.zeros([PAD], tl.float32)
+            for start in range(0, end, BLOCK):
+                _, logits = _logits(
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, start + tl.arange(0, BLOCK),
+                    head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
+                )  # fmt: skip
+                higher = tl.maximum(top, tl.max(logits, 0))
+                finite = tl.where(higher == float("-inf"), 0.0, higher)
+                total = total * tl.exp(top - finite) + tl.sum(tl.exp(logits - finite[None, :]), 0)
+                top = higher
+            top = tl.where(top == float("-inf"), 0.0, top)
+        # Two numbers instead of one log-sum-exp, which would lose the sum if all logits are finfo.min.
+        inverse = tl.where(total > 0, 1.0 / total, 0.0)
+        at = (batch * HEADS + offs_h) * length + row
+        tl.store(top_ptr + at, top, mask=offs_h < HEADS)
+        tl.store(inverse_ptr + at, inverse, mask=offs_h < HEADS)
+        for start in range(0, end, BLOCK):
+            offs_c = start + tl.arange(0, BLOCK)
+            if not ONE_BLOCK:
+                _, logits = _logits(
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+                    head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
+                )  # fmt: skip
+                logits = tl.exp(logits - top[None, :])
+            weights = logits * inverse[None, :]  # [c, h]
+            if MIX_WEIGHTS:
+                weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
+            if DROPOUT:
+                weights *= _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+            _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+        if CAUSAL:
+            # The product with V also reads the keys after the row, so their weights must be zero.
+            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
+                offs_c, none = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
+                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+
+    @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
+    def backward_kernel(
+        scores_ptr, weights_ptr, d_bias_ptr, d_logits_proj_ptr, d_weights_proj_ptr, top_ptr, inverse_ptr,
+        logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
+        scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
+        bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
+        mask_stride_b, mask_stride_h, mask_stride_n, mask_stride_m,
+        HEADS_IN: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
+        PAD_IN: tl.constexpr, PAD: tl.constexpr, PAD_OUT: tl.constexpr, BLOCK: tl.constexpr,
+        MIX_LOGITS: tl.constexpr, MIX_WEIGHTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+        MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, D_BIAS: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Replace scores by their gradients and d(weights) by the weights, and write the part of dP_l and dP_w."""
+        local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        row, batch = row0 + local_row, batch0 + local_batch
+        offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
+        dtype = scores_ptr.dtype.element_ty
+        head_stride = rows * buffer_length
+        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
+        d_bias_at = d_bias_ptr
+        if D_BIAS:
+            d_bias_at += local_batch * HEADS * head_stride + local_row * buffer_length
+        bias_at, mask_at = bias_ptr, mask_ptr
+        if BIAS:
+            bias_at += batch * bias_stride_b + row * bias_stride_n
+        if MASK:
+            mask_at += batch * mask_stride_b + row * mask_stride_n
+        proj = tl.zeros([PAD_IN, PAD], dtype)
+        d_proj = tl.zeros([PAD_IN, PAD], tl.float32)
+        if MIX_LOGITS:
+            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
+        proj_out = tl.zeros([PAD, PAD_OUT], dtype)
+        d_proj_out = tl.zeros([PAD, PAD_OUT], tl.float32)
+        if MIX_WEIGHTS:
+            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
+        if DROPOUT:
+            seed = tl.load(seed_ptr)
+        at = (batch * HEADS + offs_h) * length + row
+        top = tl.load(top_ptr + at, mask=offs_h < HEADS, other=0.0)
+        inverse = tl.load(inverse_ptr + at, mask=offs_h < HEADS, other=0.0)
+        end = key_length
+        if CAUSAL:
+            end = tl.minimum(key_length, row + 1).to(tl.int32)
+        delta = tl.zeros([PAD], tl.float32)
+        for step in tl.static_range(2):
+            # The first step sums weight times gradient, which the gradient of the softmax needs in the second step.
+            for start in range(0, end, BLOCK):
+                offs_c = start + tl.arange(0, BLOCK)
+                scores, logits = _logits(
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+                    head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
+                    HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, True, PRECISION,
+                )  # fmt: skip
+                softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
+                gradient = _read(weights_at, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
+                if DROPOUT:
+                    keep_factors = _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                    gradient = (gradient * keep_factors).to(dtype)
+                if MIX_WEIGHTS:
+                    d_softmax = tl.dot(gradient, tl.trans(proj_out), input_precision=PRECISION)  # [c, h]
+                else:
+                    d_softmax = gradient.to(tl.float32)
+                if step == 0:
+                    delta += tl.sum(softmax * d_softmax, 0)
+                else:
+                    d_logits = softmax * (d_softmax - delta[None, :])
+                    if D_BIAS:
+                        _write(d_bias_at, tl.trans(d_logits), head_stride, offs_c, buffer_length, HEADS, PAD)
+                    weights = softmax
+                    if MIX_WEIGHTS:
+                        mixable = softmax.to(dtype)
+                        weights = tl.dot(mixable, proj_out, input_precision=PRECISION)  # [c, h_v]
+                        d_proj_out = tl.dot(tl.trans(mixable), gradient, d_proj_out, input_precision=PRECISION)
+                    if DROPOUT:
+                        weights *= keep_factors
+                    d_scores = d_logits * scale
+                    if MIX_LOGITS:
+                        d_scores = d_scores.to(dtype)
+                        d_proj = tl.dot(tl.trans(scores), d_scores, d_proj, input_precision=PRECISION)
+                        d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
+                    weights, d_scores = tl.trans(weights.to(dtype)), tl.trans(d_scores.to(dtype))
+                    tl.debug_barrier()  # every warp must read this block before any warp overwrites it
+                    _write(weights_at, weights, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                    _write(scores_at, d_scores, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
+        if CAUSAL:
+            for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
+                offs_c = start + tl.arange(0, BLOCK)
+                none, none_in = tl.zeros([PAD_OUT, BLOCK], dtype), tl.zeros([PAD_IN, BLOCK], dtype)
+                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                _write(scores_at, none_in, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
+                if D_BIAS:
+                    none_bias = tl.zeros([PAD, BLOCK], tl.float32)
+                    _write(d_bias_at, none_bias, head_stride, offs_c, buffer_length, HEADS, PAD)
+        program = local_batch * rows + local_row
+        if MIX_LOGITS:
+            at = d_logits_proj_ptr + program * HEADS_IN * HEADS
+            _write(at, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
+        if MIX_WEIGHTS:
+            at = d_weights_proj_ptr + program * HEADS * HEADS_OUT
+            _write(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
+
+
+# The size of each workspace: scores, weights and, if the bias needs a gradient, d(logits). With 64 MiB, an H200 waits
+# for Python to launch the chunks and takes twice the time. 512 MiB are 5 % faster than 256 MiB.
 WORKSPACE_BYTES = 256 * 2**20
-# How half precision is launched: the block, where heads take 16 places, warps and stages. Measured on an H200 beside
-# others (benchmarks/gpu/kernel_settings.py). Three stages hide the loads; backward, one warp waits for no other.
-# Forward this is of rows without dropout and bias that have more numbers than a short one, 1,024 keys of 16 heads.
+# The launch settings in half precision: block size for 16 padded heads, warps and stages. They were the fastest on an
+# H200 (benchmarks/gpu/kernel_settings.py). Three stages hide the loads. In the backward pass, one warp does not wait
+# for others. LONG_ROW applies to rows without dropout and bias that are longer than SHORT_ROW, 1,024 keys of 16 heads.
 SHORT_ROW = 16384
 LONG_ROW = (256, 4, 3)
 BACKWARD = (64, 1, 3)
@@ -43,18 +334,18 @@ NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
 def is_supported(operands: Operands) -> bool:
-    """Say whether this path covers these inputs; never raises."""
+    """Return True if the kernels support these inputs. The function never raises an error."""
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if operands.reach is not None or not covers_device(query.device):
+    if operands.key_range is not None or not covers_device(query.device):
         return False
     tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     projections = [p for p in (operands.logits_proj, operands.weights_proj) if p is not None]
     heads = [operands.heads_in, *(size for projection in projections for size in projection.shape)]
-    # The dropout mask is numbered by 32-bit positions in [n, m]; a grid's second axis has at most 65535 programs.
+    # Dropout numbers the positions in [n, m] with 32 bits, and the second axis of a grid has at most 65535 programs.
     return (
         max(heads) <= MAX_HEADS
         and min(*query.shape, *key.shape, *value.shape) > 0
@@ -65,7 +356,7 @@ def is_supported(operands: Operands) -> bool:
 
 @torch.compiler.assume_constant_result
 def covers_device(device: torch.device) -> bool:
-    """Say whether the kernels can run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
+    """Return True if the kernels run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
     if triton is None:
         return False
     if device.type == "cuda":
@@ -75,19 +366,19 @@ def covers_device(device: torch.device) -> bool:
 
 
 def kind_of_mask(mask: torch.Tensor | None) -> int:
-    """Return how the kernels read a mask."""
+    """Return the kind of a mask as a constant of the kernels."""
     return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
 
 def allows_tf32() -> bool:
-    """Say whether torch may round the factors of float32 products on a GPU to TF32."""
-    # Once the newer of torch's two switches was used, reading the older one raises.
+    """Return True if torch may round the factors of float32 products on a GPU to TF32."""
+    # torch has two switches. Reading the older one raises an error after the newer one was used.
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (batch slice, query slice): whole sequences while they fit the workspace, else even parts of one."""
+    """Yield (batch slice, query slice): whole sequences if they fit the workspace, otherwise equal parts of one."""
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
     if fitting >= rows:
         step = max(1, min(batches, fitting // rows))
@@ -103,26 +394,26 @@ def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice
 
 
 def _pad(heads: int) -> int:
-    return max(16, triton.next_power_of_2(heads))  # tl.dot takes no smaller block
+    return max(16, triton.next_power_of_2(heads))  # tl.dot does not support smaller blocks
 
 
 class _TritonCall:
-    """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
+    """The sizes, strides and compile-time constants of one call, for the forward or the backward pass."""
 
     def __init__(self, operands: Operands):
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, _ = operands
-        # Dot products are stored in the queries' dtype: those of float16 could overflow before they are scaled.
+        # Dot products have the dtype of the queries. In float16, they could overflow before they are scaled.
         self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
         query = query if self.query_scaling == 1.0 else query * self.query_scaling
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
         self.batches, _, self.length, _ = query.shape
-        self.memory = key.shape[2]
+        self.key_length = key.shape[2]
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
         self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
         self.scaling = scaling / self.query_scaling
-        full = (self.batches, self.heads, self.length, self.memory)
+        full = (self.batches, self.heads, self.length, self.key_length)
         self.bias = None if bias is None else bias.expand(full)
         kind = kind_of_mask(mask)
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
@@ -147,64 +438,65 @@ class _TritonCall:
         return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
 
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
-        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.memory * self.query.element_size()
+        """Yield the batch slice, the query slice and the number of keys that these queries attend to."""
+        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.key_length * self.query.element_size()
         for batch, row in _chunks(self.batches, self.length, bytes_per_row):
-            yield batch, row, min(self.memory, row.stop) if self.is_causal else self.memory
+            yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
     def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
         size = 0
-        for batch, row, memory in self.chunks():
-            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
+        for batch, row, key_length in self.chunks():
+            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(key_length))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
-    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, memory: int, settings: dict) -> None:
+    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, key_length: int, settings: dict) -> None:
         rows = row.stop - row.start
         bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
         mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
-        with torch.cuda.device_of(self.query):  # a launch goes to the current device, whichever its tensors are on
+        with torch.cuda.device_of(self.query):  # Triton launches on the current device
             kernel[(rows, batch.stop - batch.start)](
                 *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
-                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
+                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.key_length,
+                _row_size(key_length),
                 *bias_strides, *mask_strides, **self.constants, **settings,
             )  # fmt: skip
 
 
-def _row_size(memory: int) -> int:
-    return -(-memory // 16) * 16  # rows that start at a multiple of 32 bytes
+def _row_size(key_length: int) -> int:
+    return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: int) -> torch.Tensor:
-    size = _row_size(memory)
+def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
+    size = _row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
 def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
-    # [b, h, r, x] by [b, k, m, x] into [b, h, r, >= m]: the rows of a group's heads stand below each other.
+    # Multiply [b, h, r, x] by the transposed [b, k, m, x] into [b, h, r, >= m], with grouped heads stacked as rows.
     out = group(out, shared.shape[1])[..., : shared.shape[2]]
     torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
 def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    # [b, h, r, >= m] by [b, k, m, x] to [b, h, r, x]
+    # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
     rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
-    # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
-    weights = group(weights, kv_heads)[..., :memory]
+def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
+    # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads of a group.
+    weights = group(weights, kv_heads)[..., :key_length]
     return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _TritonCall) -> dict:
-    # A row that fits the registers is read once; a longer one twice, in blocks. Loads run ahead of the
-    # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
+    # A row that fits into the registers is read once, and a longer one is read twice in blocks. Several stages load
+    # ahead of the arithmetic, but only with few loads, because consumer cards have 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
-    block = max(16, triton.next_power_of_2(call.memory))
+    block = max(16, triton.next_power_of_2(call.key_length))
     if not (exact or many_loads or call.seed is not None) and block * call.widest() > SHORT_ROW:
-        # Scores that are not made zero beyond the row go from the load straight into the product.
+        # Without zeros outside the row, scores go directly from the load into the product.
         block, warps, stages = LONG_ROW
         block = max(16, block * 16 // call.widest())
         return {"BLOCK": block, "ONE_BLOCK": False, "ZEROED": False, "num_warps": warps, "num_stages": stages}
@@ -214,48 +506,48 @@ def _forward_settings(call: _TritonCall) -> dict:
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
     if _spills(call):
         block, warps = min(block, 32), 8
-        one_block = block >= call.memory
+        one_block = block >= call.key_length
     stages = 1 if exact or many_loads else 2
     return {"BLOCK": block, "ONE_BLOCK": one_block, "ZEROED": True, "num_warps": warps, "num_stages": stages}
 
 
 def _backward_settings(call: _TritonCall) -> dict:
-    # What a lone warp holds of wider mixes spills.
+    # A single warp does not have enough registers for more than 16 heads.
     half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
     block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
-    block = min(max(16, triton.next_power_of_2(call.memory)), max(16, block * 16 // call.widest()))
+    block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.widest()))
     return {"BLOCK": block, "num_warps": 8 if _spills(call) else warps, "num_stages": stages}
 
 
 def _spills(call: _TritonCall) -> bool:
-    # Exact float32 mixes of 64 heads unroll into more than a thread's registers: up to 7 KB of stack at four warps
-    # (benchmarks/speed/triton_resources.py). Smaller blocks and eight warps hold them.
+    # Exact float32 products of 64 heads need more registers than a thread has, up to 7 KB of stack with four warps
+    # (benchmarks/speed/triton_resources.py). They fit with smaller blocks and eight warps.
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
 def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return talking-heads attention [b, n, h_v, d_v], and each row's softmax statistics [2, b, h, n]."""
+    """Return talking-heads attention [b, n, h_v, d_v] and the softmax statistics of each row [2, b, h, n]."""
     call = _TritonCall(operands)
     output = operands.new_output()
     statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
     settings = _forward_settings(call)
-    for batch, row, memory in call.chunks():
+    for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
-        _times_transposed(call.query[batch, :, row], call.key[batch, :, :memory], scores)
-        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, memory, settings)
-        output[batch, row] = _times(weights, call.value[batch, :, :memory]).transpose(1, 2)
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        _times_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
+        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
+        output[batch, row] = _times(weights, call.value[batch, :, :key_length]).transpose(1, 2)
     return output, statistics
 
 
 def triton_backward(
     d_output: torch.Tensor, statistics: torch.Tensor, wants_bias: bool, operands: Operands
 ) -> list[torch.Tensor]:
-    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where none is due.
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
-    Arguments as for the blocked path, with this path's statistics.
+    The arguments are those of `blocked_backward`, with the statistics of `triton_forward`.
     """
     call = _TritonCall(operands)
     d_output = d_output.transpose(1, 2).contiguous()  # [b, h_v, n, d_v]
@@ -272,25 +564,33 @@ def triton_backward(
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
     settings = {**_backward_settings(call), "D_BIAS": wants_bias}
-    for batch, row, memory in call.chunks():
+    for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
-        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], memory) if wants_bias else None
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], key_length) if wants_bias else None
         parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
                  for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
-        query, key, value = call.query[batch, :, row], call.key[batch, :, :memory], call.value[batch, :, :memory]
+        query, key, value = (
+            call.query[batch, :, row],
+            call.key[batch, :, :key_length],
+            call.value[batch, :, :key_length],
+        )
         _times_transposed(query, key, scores)
         _times_transposed(d_output[batch, :, row], value, weights)
-        call.launch(backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, memory, settings)
+        call.launch(
+            backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, key_length, settings
+        )
         d_query[batch, :, row] = _times(scores, key)
-        d_key[batch, :, :memory] += _transposed_times(scores, query, key.shape[1], memory)
-        d_value[batch, :, :memory] += _transposed_times(weights, d_output[batch, :, row], value.shape[1], memory)
+        d_key[batch, :, :key_length] += _transposed_times(scores, query, key.shape[1], key_length)
+        d_value[batch, :, :key_length] += _transposed_times(
+            weights, d_output[batch, :, row], value.shape[1], key_length
+        )
         for total, part in zip(d_projs, parts, strict=True):
             if part is not None:
                 total += part.sum(0)
         if d_logits is not None:
-            add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+            add_bias_gradient(d_bias, d_logits[..., :key_length], batch, row)
     if call.query_scaling != 1.0:
         d_query *= call.query_scaling
     return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]

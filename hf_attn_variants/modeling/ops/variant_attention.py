@@ -1,11 +1,20 @@
-"""The type of an attention module with a variant, its head counts, and helpers that read its call arguments."""
+"""The type of an attention module with a variant, its head counts, its call arguments, and the state of tracing."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["AttentionHeads", "VariantAttention", "call_options", "check_mask", "implementation_of", "wants_weights"]
+__all__ = [
+    "AttentionHeads",
+    "VariantAttention",
+    "call_options",
+    "check_mask",
+    "implementation_of",
+    "is_exporting",
+    "is_traced",
+    "wants_weights",
+]
 
 
 class AttentionHeads(NamedTuple):
@@ -47,7 +56,7 @@ class VariantAttention(nn.Module):
     implementation: str
     is_own: bool
     kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    reach: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
+    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
     score: Any  # an `AdditiveScore`; None for the dot product
     compression: Any  # a `MemoryCompression`; None if there is one key and one value per token
     padding_rule: int
@@ -57,10 +66,10 @@ class VariantAttention(nn.Module):
 
 def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
     """Return True if the call arguments or the configuration request the attention weights of `module`."""
-    asked = kwargs.get("output_attentions")
+    requested = kwargs.get("output_attentions")
     # This function and the next one read the private field. The property of the configuration would cost microseconds
     # per layer and step.
-    return bool(module.config._output_attentions if asked is None else asked)
+    return bool(module.config._output_attentions if requested is None else requested)
 
 
 def implementation_of(module: VariantAttention) -> str:
@@ -77,13 +86,13 @@ def call_options(
     is_causal: bool | None,
 ) -> dict[str, Any]:
     """Return the scaling, the causality and the dropout for a call of the attention interface of Transformers."""
-    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         # A mask already contains the causal structure. A single query is the last token and attends to the whole
         # cache.
         # `torch.jit.trace` turns sizes into tensors, but the kernels of torch require a bool.
-        "is_causal": bool(mask is None and asked and query.shape[2] > 1),
+        "is_causal": bool(mask is None and causal and query.shape[2] > 1),
         "dropout": dropout,
     }
 
@@ -96,6 +105,18 @@ def check_mask(mask: torch.Tensor | None) -> None:
     """
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
-            f"{mask.dtype}: make it `mask.bool()`."
+            "An attention mask of four dimensions must be boolean (True = attend) or floating-point "
+            f"numbers to add, got {mask.dtype}. Use `mask.bool()`."
         )
+
+
+def is_exporting() -> bool:
+    """Return True during torch.export."""
+    # This reads the flag behind the function of torch. torch 2.6 has neither of them. In torch 2.7 to 2.11, the
+    # function returns True in every compiled graph.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def is_traced() -> bool:
+    """Return True while a graph is traced, in which tensor values must not affect control flow."""
+    return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()

@@ -29,7 +29,7 @@ from ...conversion.checkpoint.source import check_source
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
-from ...modeling.fields.given_fields import wrong_name
+from ...modeling.fields.saving_and_loading import wrong_name
 from ...registration import FORMER_NAMES, PREFIX, variant_config_class, variant_model_class
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 from .tokenizers import get_vocabulary_size, load_tokenizer

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ...modeling.fields.field_table import FIELDS, Field
-from ...modeling.fields.field_texts import describe_field
+from ...modeling.fields.field_table import FIELDS, Field, describe_field
 from .options import (
     ABOVE_0,
     ALWAYS,

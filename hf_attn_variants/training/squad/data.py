@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...input_files import is_unicode, read_file
-from ...modeling.mechanisms.patterns.global_tokens import MASK as GLOBAL_MASK
+from ...modeling.mechanisms.patterns.window_pattern import MASK as GLOBAL_MASK
 from ...text_files import RepeatingObject, parse_rows, repeated_name
 from ..engine.tokenizers import check_max_length
 from .settings import SquadSettings

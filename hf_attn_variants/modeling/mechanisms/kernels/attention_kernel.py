@@ -1,7 +1,7 @@
-"""Base class of the kernels that replace the softmax of an attention.
+"""Base class of the kernels that replace the softmax of an attention, and their tensors.
 
-Each kernel is a class in its own file, with its paper, the checks of its fields, its tensors and its formula.
-`kernel_table` lists the kernels. The letters are those of `softmax_attention`; F is the number of features per head.
+Each kernel is a class with its paper, the checks of its fields, its tensors and its formula. `kernel_table` lists the
+kernels. The letters are those of `softmax_attention`; F is the number of features per head.
 """
 
 import zlib
@@ -11,11 +11,46 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch import nn
 
-from ...ops.variant_attention import AttentionHeads
+from ...ops.variant_attention import AttentionHeads, VariantAttention
+from ...transformers_internals import known_imports
 from ..mechanism import Mechanism
 
-__all__ = ["AttentionKernel", "KernelTensor"]
+with known_imports():
+    from transformers import initialization as init
+
+__all__ = [
+    "AttentionKernel",
+    "KernelTensor",
+    "draw_vectors",
+    "init_kernel",
+    "install_kernel",
+    "kernel_tensors",
+    "orthogonal_rows",
+]
+
+
+def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:
+    """Return random vectors [count, size] from the standard normal distribution.
+
+    Args:
+        count, size: the number of vectors and the size of each.
+        seed: the seed of the generator.
+        are_orthogonal: `True` to make each group of `size` vectors orthogonal (arXiv 2009.14794, section 2.4).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, size, generator=generator)
+    if not are_orthogonal:
+        return drawn
+    turned = orthogonal_rows(count, size, generator)
+    return turned * drawn.norm(dim=1, keepdim=True)  # the norms are those of independent vectors
+
+
+def orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Return random unit vectors [count, size]; the vectors within each group of `size` are orthogonal."""
+    blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
+    return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
 class KernelTensor(NamedTuple):
@@ -147,3 +182,36 @@ class AttentionKernel(Mechanism, ABC):
     def state_numbers(self, heads: AttentionHeads) -> int:
         """Return how many numbers a decoder's cache stores for this attention: 0 for a kernel without a state."""
         return 0
+
+
+def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
+    """Set the kernel of an attention module, if any, and add its uninitialized tensors.
+
+    The head counts of the module must be set before.
+    """
+    module.kernel = kernel
+    if kernel is None:
+        return
+    like = next(module.parameters())
+    for name, tensor in kernel.tensors(module.heads).items():
+        empty = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
+        if name in kernel.drawn:
+            module.register_buffer(name, empty)
+        else:
+            module.register_parameter(name, nn.Parameter(empty))
+        module._is_hf_initialized = False
+
+
+def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
+    kernel = getattr(module, "kernel", None)
+    return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}
+
+
+def init_kernel(module: nn.Module) -> None:
+    """Initialize the tensors that `install_kernel` added, except those loaded from a checkpoint."""
+    attention: Any = module
+    if getattr(module, "kernel", None) is not None:
+        for name, tensor in attention.kernel.tensors(attention.heads).items():
+            here = getattr(attention, name)
+            init.copy_(here, tensor.begin().to(here))

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor
+from .attention_kernel import KernelTensor, draw_vectors
 from .feature_kernel import FeatureKernel
-from .random_vectors import draw_vectors
 
 __all__ = ["Favor"]
 

@@ -20,13 +20,49 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...ops.causal_sums import causal_sums
+from ...ops.beams import QueryFold, beams_of, repeat_for_beams
 from ...ops.memory_efficient_attention import without_autocast
-from ...ops.query_folding import QueryFold, beams_of
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
-__all__ = ["FeatureKernel", "KernelState", "MapKernel"]
+__all__ = [
+    "FeatureKernel",
+    "KernelState",
+    "MapKernel",
+    "causal_sums",
+]
+
+# The number of tokens per chunk. The C x C weights of a chunk are about as large as a typical state.
+CHUNK = 128
+
+
+def causal_sums(
+    queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return phi(q) times the sum of phi(k) v^T over the keys up to each query, and the total sum.
+
+    Args:
+        queries: phi(q) [b, k, g n, F], n queries for each of the g heads of a group.
+        features: phi(k) [b, k, n, F].
+        values: [b, k, n, x].
+        sums: the sums over earlier keys, [b, k, F, x], or None.
+        rows: g.
+
+    Returns:
+        The outputs [b, k, g n, x] and the total sums [b, k, F, x].
+    """
+    length, chunk = features.shape[2], min(CHUNK, features.shape[2])
+    missing = -length % chunk
+    queries = nn.functional.pad(queries.unflatten(2, (rows, length)), (0, 0, 0, missing))
+    features, values = (nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in (features, values))
+    queries = queries.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # [b, k, chunks, g C, F]
+    features, values = (tensor.unflatten(2, (-1, chunk)) for tensor in (features, values))  # [b, k, chunks, C, ...]
+    within = features.mT @ values  # [b, k, chunks, F, x]
+    after = within.cumsum(2) if sums is None else within.cumsum(2) + sums[:, :, None]
+    weights = (queries @ features.mT).unflatten(3, (rows, chunk)).tril().flatten(3, 4)
+    output = weights @ values + queries @ (after - within)
+    output = output.unflatten(3, (rows, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+    return output.flatten(2, 3), after[:, :, -1]
 
 
 class KernelState(NamedTuple):
@@ -108,9 +144,9 @@ class FeatureKernel(AttentionKernel):
     ) -> torch.Tensor:
         """Return the weights [b, h, n, m]; see `AttentionKernel.weights`."""
         exact = torch.promote_types(query.dtype, torch.float32)
-        if (beams := beams_of(query, key)) > 1:
-            key = key.repeat_interleave(beams, dim=0)
-            read = read if read is None or read.shape[0] == 1 else read.repeat_interleave(beams, dim=0)
+        if beams_of(query, key) > 1:
+            key = repeat_for_beams(key, query.shape[0])
+            read = read if read is None or read.shape[0] == 1 else repeat_for_beams(read, query.shape[0])
         with without_autocast(query):
             queries = self.query_features(module, query.to(exact), scaling)
             features, _ = self.key_features(module, key.to(exact), read, scaling)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor
+from .attention_kernel import KernelTensor, orthogonal_rows
 from .feature_kernel import MapKernel
-from .random_vectors import orthogonal_rows
 
 __all__ = ["Hedgehog"]
 

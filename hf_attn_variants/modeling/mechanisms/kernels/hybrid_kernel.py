@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...ops.beams import QueryFold
+from ...ops.key_ranges import KeyRange
 from ...ops.memory_efficient_attention import without_autocast
-from ...ops.query_folding import QueryFold
-from ...ops.reach import KeyRange
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
@@ -52,7 +52,7 @@ class NearKeys(NamedTuple):
     @classmethod
     def of(
         cls,
-        reach: KeyRange,
+        key_range: KeyRange,
         key: torch.Tensor,
         value: torch.Tensor,
         read: torch.Tensor | None,
@@ -61,7 +61,7 @@ class NearKeys(NamedTuple):
         """Return the keys of a call, preceded by those of a state.
 
         Args:
-            reach: the key range of the window.
+            key_range: the key range of the window.
             key, value: [b, k, m, d] and [b, k, m, d_v].
             read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
             state: the state of the earlier tokens, if any.
@@ -69,23 +69,23 @@ class NearKeys(NamedTuple):
         read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
         read = read.expand(key.shape[0], -1, -1, -1)
         if state is None:
-            front = (0, 0, reach.before, 0)
-            return cls(*(nn.functional.pad(each, front) for each in (key, value, read)))
+            front = (0, 0, key_range.before, 0)
+            return cls(*(nn.functional.pad(tensor, front) for tensor in (key, value, read)))
         pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
-    def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: KeyRange) -> HybridState:
+    def state(self, features: torch.Tensor, sums: torch.Tensor | None, key_range: KeyRange) -> HybridState:
         """Return the state for the next token.
 
         Args:
             features: phi(k) [b, k, before + m, F], zeros at masked keys.
             sums: the sums of the earlier keys, if any.
-            reach: the key range of the window.
+            key_range: the key range of the window.
         """
-        older = features.shape[2] - reach.before
+        older = features.shape[2] - key_range.before
         values = nn.functional.pad(self.values[:, :, :older], (0, 1), value=1.0)
         new = features[:, :, :older].mT @ values
-        return HybridState(new if sums is None else sums + new, *(each[:, :, older:] for each in self))
+        return HybridState(new if sums is None else sums + new, *(tensor[:, :, older:] for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ class Hybrid(Hedgehog):
         prefix = field.removesuffix("attention_kernel")
         if prefix == "cross_":
             raise ValueError(
-                f'`{field}="hybrid"` is of self-attention: a query has no place among the keys of cross-attention.'
+                f'`{field}` must not be "hybrid". The kernel needs the positions of queries among the keys, '
+                "which cross-attention does not have."
             )
         window = f"{prefix}attention_window"
         layers = range(config.layer_count(window))
@@ -128,10 +129,10 @@ class Hybrid(Hedgehog):
         ]
         if None in values:
             got = values if any(values) else None
-            raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer that has it; got {got}.')
+            raise ValueError(f'`{window}` must be given in each layer with `{field}="hybrid"`, got {got}.')
 
     @property
-    def reach(self) -> KeyRange:
+    def key_range(self) -> KeyRange:
         """The key range of the softmax."""
         return KeyRange.of(self.window, 1, 0, self.is_causal)
 
@@ -162,17 +163,17 @@ class Hybrid(Hedgehog):
         """Attend with a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
         with without_autocast(query):
-            reach = self.reach
-            near = NearKeys.of(reach, key.to(exact), value.to(exact), read, state)
+            key_range = self.key_range
+            near = NearKeys.of(key_range, key.to(exact), value.to(exact), read, state)
             features, _ = self.key_features(module, near.keys, near.read, scaling)
             fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
-            rows = (fold.rows(each) for each in (query, self.query_features(module, query, scaling)))
-            queries, by_query = (each.unflatten(2, (fold.groups, -1)) for each in rows)
+            rows = (fold.rows(tensor) for tensor in (query, self.query_features(module, query, scaling)))
+            queries, by_query = (tensor.unflatten(2, (fold.groups, -1)) for tensor in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
-            output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, reach, scaling)
+            output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
             output = output.flatten(2, 3)
-            new_state = near.state(features, sums, reach) if self.is_causal else None
+            new_state = near.state(features, sums, key_range) if self.is_causal else None
             return fold.unfolded(self.divided(output)).to(value.dtype), new_state
 
     def with_near_keys(
@@ -186,16 +187,16 @@ class Hybrid(Hedgehog):
     ) -> torch.Tensor:
         """Return the weights, with those of the softmax inside the window."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
-        return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.reach)
+        return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
     def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations of Hedgehog, plus the dot products and weighted sums of a query in the window."""
         of_key, of_query = super().flops(heads, attended)
-        return of_key, of_query + 2 * self.reach.keys_read(attended) * (heads.head_dim + heads.value_dim)
+        return of_key, of_query + 2 * self.key_range.keys_read(attended) * (heads.head_dim + heads.value_dim)
 
     def state_numbers(self, heads: AttentionHeads) -> int:
         """Return the size of the state: the sums, and the keys and values that the next window may contain."""
-        of_window = heads.key * self.reach.before * (heads.head_dim + heads.value_dim)
+        of_window = heads.key * self.key_range.before * (heads.head_dim + heads.value_dim)
         return super().state_numbers(heads) + of_window
 
 
@@ -206,7 +207,7 @@ def attend_in_blocks_and_sums(
     key_features: torch.Tensor,
     log_factor: torch.Tensor,
     sums: torch.Tensor | None,
-    reach: KeyRange,
+    key_range: KeyRange,
     scaling: float,
 ) -> torch.Tensor:
     """Return the sum of weighted values of each query, followed by the sum of the weights.
@@ -217,25 +218,25 @@ def attend_in_blocks_and_sums(
         key_features: phi(k) of these keys, [b, k, before + n, F], zeros at masked keys.
         log_factor: the logarithm of gamma, [k, g].
         sums: the sums of all earlier keys, [b, k, F, d_v + 1], if any.
-        reach: the key range of the window.
+        key_range: the key range of the window.
         scaling: the factor of the dot products.
 
     Returns:
         [b, k, g, n, d_v + 1].
     """
-    length, around = queries.shape[3], reach.before + reach.after
+    length, around = queries.shape[3], key_range.before + key_range.after
     block = min(length, max(LEAST_BLOCK, min(MOST_BLOCK, around)))
     count = -(-length // block)
     missing = count * block - length
     queries, query_features = (
-        nn.functional.pad(each, (0, 0, 0, missing)).unflatten(3, (count, block)).transpose(2, 3)
-        for each in (queries, query_features)
+        nn.functional.pad(tensor, (0, 0, 0, missing)).unflatten(3, (count, block)).transpose(2, 3)
+        for tensor in (queries, query_features)
     )  # [b, k, N, g, C, ...]
     values = nn.functional.pad(near.values, (0, 1), value=1.0)
     operands = [near.keys, values, key_features, near.read]
-    operands = [nn.functional.pad(each, (0, 0, 0, missing + reach.after)) for each in operands]
-    spans = [each.unfold(2, block + around, block) for each in operands]  # [b, k, N, ..., S]
-    is_near, is_far = _places(block, reach, queries.device)
+    operands = [nn.functional.pad(tensor, (0, 0, 0, missing + key_range.after)) for tensor in operands]
+    spans = [tensor.unfold(2, block + around, block) for tensor in operands]  # [b, k, N, ..., S]
+    is_near, is_far = _places(block, key_range, queries.device)
     logits = queries.flatten(3, 4) @ spans[0] * scaling
     logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
     weights = _window_weights(logits, log_factor[:, None, :, None, None])
@@ -243,17 +244,17 @@ def attend_in_blocks_and_sums(
     weights = weights + by_features.masked_fill(~is_far, 0)
     output = weights.flatten(3, 4) @ spans[1].mT
     if count > 1 or sums is not None:
-        others = _sums_of_others(operands[2], operands[1], sums, block, around, reach.is_causal)
+        others = _sums_of_others(operands[2], operands[1], sums, block, around, key_range.is_causal)
         output = output + query_features.flatten(3, 4) @ others
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 
-def _places(block: int, reach: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
-    around = reach.before + reach.after
+    around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
-    is_before, is_behind = distance < 0, distance > around
-    return ~(is_before | is_behind), is_before if reach.is_causal else is_before | is_behind
+    is_before, is_after = distance < 0, distance > around
+    return ~(is_before | is_after), is_before if key_range.is_causal else is_before | is_after
 
 
 def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
@@ -282,12 +283,12 @@ def _sums_of_others(
     before = torch.cat([first, first + before[:, :, :-1]], dim=2)
     if is_causal:
         return before
-    behind = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
-    return before + nn.functional.pad(behind[:, :, 1:], (0, 0, 0, 0, 0, 1))
+    after = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
+    return before + nn.functional.pad(after[:, :, 1:], (0, 0, 0, 0, 0, 1))
 
 
 def _block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
-    features, values = (each.unflatten(2, (-1, block)) for each in (features, values))
+    features, values = (tensor.unflatten(2, (-1, block)) for tensor in (features, values))
     return features.mT @ values
 
 
@@ -296,7 +297,7 @@ def hybrid_weights(
     by_features: torch.Tensor,
     read: torch.Tensor | None,
     log_factor: torch.Tensor,
-    reach: KeyRange,
+    key_range: KeyRange,
 ) -> torch.Tensor:
     """Return all weights [b, h, n, m] before normalization.
 
@@ -305,10 +306,10 @@ def hybrid_weights(
         by_features: phi(q) phi(k) [b, h, n, m], zeros at masked keys.
         read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
         log_factor: the logarithm of gamma, [h].
-        reach: the key range of the window.
+        key_range: the key range of the window.
     """
-    length, memory = logits.shape[2:]
-    places = torch.arange(memory, device=logits.device)
-    is_near = reach.allowed(places[memory - length :], places)
+    length, key_length = logits.shape[2:]
+    places = torch.arange(key_length, device=logits.device)
+    is_near = key_range.allowed(places[key_length - length :], places)
     logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
     return torch.where(is_near, _window_weights(logits, log_factor[:, None, None]), by_features)

@@ -16,15 +16,14 @@ KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 @cache
 def kernel_class(name: str) -> "type[AttentionKernel]":
     """Return the class of a kernel."""
-    from .elu_kernel import Elu
+    from .elementwise_kernels import Elu, Relu
     from .favor_kernel import Favor
     from .hedgehog_kernel import Hedgehog
     from .hybrid_kernel import Hybrid
     from .linformer_kernel import Linformer
-    from .relu_kernel import Relu
     from .rfa_kernel import Rfa
 
-    return {each.name: each for each in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
+    return {kernel.name: kernel for kernel in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
 
 
 def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:

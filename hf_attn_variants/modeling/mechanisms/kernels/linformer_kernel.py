@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.query_folding import QueryFold, is_exporting
-from ...ops.variant_attention import AttentionHeads
+from ...ops.beams import QueryFold
+from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
@@ -61,18 +61,19 @@ class Linformer(AttentionKernel):
         )
         if prefix == "cross_" or is_decoder:
             raise ValueError(
-                f'`{field}="linformer"` is of encoders: its rows are sums over all tokens, and those of a decoder '
-                "grow."
+                f'`{field}` must not be "linformer" in a decoder. The kernel sums over all tokens, and the '
+                "text of a decoder grows."
             )
         length, rows = most_tokens(config), config.attention_kernel_features
         if length is None or has_sinusoids(config):
             raise ValueError(
-                f'`{field}="linformer"` needs a largest number of tokens: `max_position_embeddings`, of learned '
-                "positions."
+                f'`max_position_embeddings` must limit the number of tokens with `{field}="linformer"`, got '
+                "an architecture without learned positions."
             )
         if rows is not None and rows > length:
             raise ValueError(
-                f"`attention_kernel_features` of linformer is at most the number of positions, {length}; got {rows}."
+                f"`attention_kernel_features` of linformer must be at most the number of positions, {length}, "
+                f"got {rows}."
             )
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -164,7 +165,7 @@ def _columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return length_proj.index_select(1, torch.arange(key.shape[2], device=key.device)).to(key.dtype)
     if key.shape[2] > length_proj.shape[1]:
         raise ValueError(
-            f'`attention_kernel="linformer"` reads {length_proj.shape[1]} tokens at most, for which it has learned '
-            f"projections; got {key.shape[2]}."
+            f"The inputs must have at most {length_proj.shape[1]} tokens with "
+            f'`attention_kernel="linformer"`, got {key.shape[2]}. Truncate them.'
         )
     return length_proj[:, : key.shape[2]].to(key.dtype)

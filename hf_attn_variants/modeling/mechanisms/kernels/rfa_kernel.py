@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor
+from .attention_kernel import KernelTensor, draw_vectors
 from .feature_kernel import MapKernel
-from .random_vectors import draw_vectors
 
 __all__ = ["Rfa"]
 

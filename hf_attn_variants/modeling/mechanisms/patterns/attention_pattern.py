@@ -41,7 +41,7 @@ class AttentionPattern(Mechanism, ABC):
 
     @classmethod
     @abstractmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
         """Return the key range of the queries of one attention: a `KeyRange`, a similar object, or None for all keys.
 
         Args:

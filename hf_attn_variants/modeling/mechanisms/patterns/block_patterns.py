@@ -1,19 +1,41 @@
-"""Patterns with scattered keys, which are defined by positions instead of one slice of keys.
+"""Patterns whose keys are defined by positions in the text instead of one window, and the attention to these keys.
 
-Each pattern is a subclass of `ScatteredPattern` in its own file. The letters are those of `softmax_attention`.
+Each pattern is a subclass of `ScatteredPattern`. `attend_in_blocks` computes one block of queries at a time. It
+gathers the keys that any query of the block attends to:
+
+    keys       0 1 2 3 4 5 6 7 8 9          the pattern of the queries 6 and 7, which are one block
+    query 6    x . . x . . x . . .
+    query 7    x . . . . . x x . .
+    gathered   0 3 6 7                      one mask [2, 4] instead of a mask [2, 10]
+
+There is no mask of size n x m, and the backward pass recomputes each block. The cost of a block depends on the number
+of gathered keys. The pattern is evaluated for every key, which takes one or two comparisons each. The letters are
+those of `softmax_attention`.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from ...ops.padded_rows import text_places
-from ...ops.query_folding import is_traced
-from ...ops.reach import MAX_SIZE
+from ...ops.key_ranges import MAX_SIZE, relative_bias
+from ...ops.padded_rows import is_of_keys, text_places
+from ...ops.variant_attention import is_exporting, is_traced
 from .attention_pattern import AttentionPattern
 
-__all__ = ["BlockPattern", "ScatteredPattern"]
+__all__ = [
+    "BlockPattern",
+    "DilatedBlocks",
+    "Fixed",
+    "LocalBlocks",
+    "RandomBlocks",
+    "ScatteredPattern",
+    "Strided",
+    "attend_in_blocks",
+    "gathers",
+]
 
 
 class BlockPattern(NamedTuple):
@@ -57,18 +79,18 @@ class BlockPattern(NamedTuple):
             return self
         return self._replace(first=first, blocks=-(-tokens // self.block) if self.draws else None)
 
-    def keys_read(self, memory: int) -> int:
-        """Return approximately how many of `memory` keys a query attends to.
+    def keys_read(self, key_length: int) -> int:
+        """Return approximately how many of `key_length` keys a query attends to.
 
         Queries of global tokens are not counted; they attend to all keys.
         """
-        near, far = self.kind.counted(self, memory)
+        near, far = self.kind.counted(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
-        return min(memory, read + self.global_tokens)
+        return min(key_length, read + self.global_tokens)
 
-    def covers(self, length: int, memory: int) -> bool:
-        """Check if the last `length` of `memory` positions attend to all positions (causal: to all before them)."""
-        return self.kind.covers(self, memory) and not self.heads
+    def covers(self, length: int, key_length: int) -> bool:
+        """Check if the last `length` of all positions attend to every position (causal: to every one before them)."""
+        return self.kind.covers(self, key_length) and not self.heads
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which of the keys 0 .. m - 1 the queries at positions [n] attend to, [n, m] or, per head, [h, n, m].
@@ -99,8 +121,8 @@ class ScatteredPattern(AttentionPattern):
     is_drawn: ClassVar[bool] = False
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
-        """Return the pattern of one attention; see `AttentionPattern.reach`."""
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
+        """Return the pattern of one attention; see `AttentionPattern.key_range`."""
         return BlockPattern(
             cls,
             getattr(config, f"{prefix}attention_block_size"),
@@ -112,7 +134,7 @@ class ScatteredPattern(AttentionPattern):
 
     @classmethod
     def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the sizes of the pattern other than its block; the arguments are those of `reach`."""
+        """Return the sizes of the pattern other than its block; the arguments are those of `key_range`."""
         return ()
 
     @staticmethod
@@ -130,10 +152,242 @@ class ScatteredPattern(AttentionPattern):
 
     @staticmethod
     @abstractmethod
-    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
-        """Return approximately how many of `memory` keys a query attends to: near keys and far keys."""
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return approximately how many of `key_length` keys a query attends to: near keys and far keys."""
 
     @staticmethod
-    def covers(pattern: BlockPattern, memory: int) -> bool:
-        """Check if each of `memory` positions attends to all of them (causal: to all before it)."""
-        return memory <= pattern.block
+    def covers(pattern: BlockPattern, key_length: int) -> bool:
+        """Check if each of `key_length` positions attends to all of them (causal: to all before it)."""
+        return key_length <= pattern.block
+
+
+class LocalBlocks(ScatteredPattern):
+    """A pattern with which a token attends to the tokens of its own block."""
+
+    name = "local_blocks"
+    paper = ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198")
+    needed = ("attention_block_size",)
+    optional = ("num_global_tokens",)
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the keys in the block of the query; see `ScatteredPattern.near_and_far`."""
+        return queries // pattern.block == keys // pattern.block, None
+
+    @staticmethod
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of tokens in a block."""
+        return pattern.block, 0
+
+
+class DilatedBlocks(ScatteredPattern):
+    """A pattern with dilated blocks. Its size is r, the step between two attended tokens."""
+
+    name = "dilated_blocks"
+    paper = ("LongNet: dilated blocks", "2307.02486")
+    needed = ("attention_block_size", "attention_dilation")
+    optional = ("num_global_tokens",)
+
+    @classmethod
+    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return r."""
+        return (getattr(config, f"{prefix}attention_dilation"),)
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the keys of the same block at multiples of r; see `ScatteredPattern.near_and_far`."""
+        (step,) = pattern.sizes
+        return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
+
+    @staticmethod
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of attended tokens in a block."""
+        return -(-pattern.block // pattern.sizes[0]), 0
+
+    @staticmethod
+    def covers(pattern: BlockPattern, key_length: int) -> bool:
+        """Check if each position attends to all positions, which is true only for one position."""
+        return key_length <= 1
+
+
+class Fixed(ScatteredPattern):
+    """A pattern with summary tokens. Its size is the number of tokens at the end of a block that all tokens attend to.
+
+    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    """
+
+    name = "fixed"
+    paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
+    needed = ("attention_block_size", "num_summary_tokens")
+    optional = ("split_attention_heads", "num_global_tokens")
+
+    @classmethod
+    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the number of summary tokens at the end of a block."""
+        return (getattr(config, f"{prefix}num_summary_tokens"),)
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the keys of the same block, and the ends of all blocks; see `ScatteredPattern.near_and_far`."""
+        (summary,) = pattern.sizes
+        is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
+        return queries // pattern.block == keys // pattern.block, is_summary
+
+    @staticmethod
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of tokens in a block, and in the ends of all blocks."""
+        return pattern.block, -(-key_length // pattern.block) * pattern.sizes[0]
+
+
+class Strided(ScatteredPattern):
+    """A pattern with near and strided keys. Its block is the stride l.
+
+    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    """
+
+    name = "strided"
+    paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
+    needed = ("attention_block_size",)
+    optional = ("split_attention_heads", "num_global_tokens")
+    counts_tokens = False
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the keys within a stride, and those at a multiple of it; see `ScatteredPattern.near_and_far`."""
+        return distance.abs() <= pattern.block, distance % pattern.block == 0
+
+    @staticmethod
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of keys within a stride, and one key per stride."""
+        return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
+
+
+# Draws are 32-bit numbers that depend only on positions, so that a text has the same draws on every device.
+BITS = 0xFFFFFFFF
+MAX_BLOCKS = 2**20
+NEVER = 2**62
+
+
+class RandomBlocks(ScatteredPattern):
+    """A pattern with random blocks. Its sizes are the number of drawn blocks and the seed of the layer."""
+
+    name = "random_blocks"
+    paper = ("BigBird: random blocks", "2007.14062")
+    needed = ("attention_block_size", "num_random_blocks")
+    optional = ("attention_seed", "num_global_tokens")
+    is_drawn = True
+
+    @classmethod
+    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the number of drawn blocks and the seed."""
+        seed = _mixed(_mixed(getattr(config, f"{prefix}attention_seed")) + layer)
+        return getattr(config, f"{prefix}num_random_blocks"), seed
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the keys of a block and its neighbors, and those of the drawn blocks.
+
+        See `ScatteredPattern.near_and_far`.
+        """
+        random, seed = pattern.sizes
+        block = queries // pattern.block
+        blocks = torch.arange(-(-keys.shape[-1] // pattern.block), device=keys.device)
+        apart = block - blocks  # [n, blocks]
+        others = apart > 1 if pattern.is_causal else apart.abs() > 1
+        if pattern.blocks is not None:
+            others = others & (blocks < pattern.blocks[:, None, None, None])
+        # The draw of a pair of blocks depends on nothing else, and a block attends to those with the smallest draws. A
+        # causal block therefore attends to the same blocks in a text of any length.
+        draws = _mixed((_mixed((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
+        draws = torch.where(others, draws, NEVER)
+        last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)
+        drawn = others & (draws <= last)
+        of_keys = keys // pattern.block
+        index = of_keys.clamp(0, blocks.shape[0] - 1).expand_as(distance)
+        return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
+
+    @staticmethod
+    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of tokens in a block, its neighbors and the drawn blocks."""
+        return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
+
+
+def _mixed(number: Any) -> Any:
+    """Return a pseudo-random hash of a number below 2^32, or of a tensor of such numbers."""
+    for _ in range(2):
+        number = (((number >> 16) ^ number) * 0x45D9F3B) & BITS
+    return (number >> 16) ^ number
+
+
+# The number of queries per block, and the length from which blocks are used. One mask is faster for shorter texts.
+GATHERED_ROWS, FEWEST_KEYS = 128, 1024
+
+
+def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Check if a call has a scattered pattern and is computed in blocks.
+
+    The mask must be boolean and equal for all queries.
+    """
+    if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
+        return False
+    length, key_length = query.shape[2], key.shape[2]
+    # Mask creation raises an error for keys before the queries of an encoder, such as the prefixes of peft.
+    if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == key_length):
+        return False
+    by_key = mask is None or is_of_keys(mask)
+    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers(length, key_length)
+
+
+def attend_in_blocks(
+    attend: Callable[..., torch.Tensor],
+    pattern: Any,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the outputs [b, n, h_v, d_v] of attention to the keys of a pattern.
+
+    Args:
+        attend: a function of query, key, value, mask and position bias. It may also return the weights.
+        pattern: the pattern that selects the keys (`BlockPattern`).
+        states: the query [b, h_k, n, d], the key [b, k, m, d] and the value.
+        mask: the mask of the keys, boolean [b, 1, 1 or n, m or more]; only the last m keys are used.
+        table: the bias by distance (`relative_bias`).
+    """
+    query, key, value = states
+    length, key_length = query.shape[2], key.shape[2]
+    keys = torch.arange(key_length, device=query.device)
+    mask = None if mask is None else mask[..., :1, -key_length:]
+    rows = (
+        max(1, GATHERED_ROWS // pattern.block) * pattern.block if pattern.block <= 4 * GATHERED_ROWS else GATHERED_ROWS
+    )
+
+    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: Any, begin: int) -> torch.Tensor:
+        queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
+        allowed = pattern.allowed(queries, keys)
+        read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
+        allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
+        allowed = allowed if mask is None else allowed & mask[..., read]
+        bias = None if table is None else relative_bias(table, queries, read)
+        output = attend(query, key[:, :, read], value[:, :, read], allowed, bias)
+        return output[0] if isinstance(output, tuple) else output
+
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
+    outputs = []
+    # The first block ends with a block of the pattern, because queries after a cache may start inside a block.
+    begin, end = 0, rows - (key_length - length) % rows
+    while begin < length:
+        arguments = (query[:, :, begin:end], key, value, table, begin)
+        outputs.append(checkpoint(block, *arguments, use_reentrant=False) if learns else block(*arguments))
+        begin, end = end, end + rows
+    return torch.cat(outputs, 1)

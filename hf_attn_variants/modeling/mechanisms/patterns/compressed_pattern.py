@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...ops.padded_rows import is_of_keys
-from ...upstream import known_imports
+from ...transformers_internals import known_imports
 from .attention_pattern import AttentionPattern
 
 with known_imports():
@@ -40,12 +40,12 @@ class MemoryCompressed(AttentionPattern):
         is_decoder = getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_pattern")
         if is_decoder and not prefix:
             raise ValueError(
-                f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside a decoder, whose tokens read no '
-                "later ones, and several are read as one."
+                f'`{prefix}attention_pattern` cannot be "memory_compressed" in a decoder. A compressed key '
+                "contains later tokens, which a decoder must not read."
             )
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
         """Return None, because a query attends to all compressed keys."""
         return None
 
@@ -76,9 +76,9 @@ class MemoryCompression(nn.Module):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
-    def keys_read(self, memory: int) -> int:
-        """Return the number of compressed keys of `memory` tokens."""
-        return -(-memory // self.stride)
+    def keys_read(self, key_length: int) -> int:
+        """Return the number of compressed keys of `key_length` tokens."""
+        return -(-key_length // self.stride)
 
     def flops(self) -> tuple[int, int]:
         """Return the floating-point operations per key token, and per query token."""
@@ -102,8 +102,8 @@ class MemoryCompression(nn.Module):
         if mask is not None:
             if not is_of_keys(mask):
                 raise ValueError(
-                    '`attention_pattern="memory_compressed"` reads several tokens as one: its mask must be boolean '
-                    f"and of padding alone, [b, m] or [b, 1, 1, m]; got {list(mask.shape)} of {mask.dtype}."
+                    'The mask must be a boolean padding mask with `attention_pattern="memory_compressed"`, [b, '
+                    f"m] or [b, 1, 1, m], got {list(mask.shape)} of {mask.dtype}."
                 )
             mask = mask[..., :1, :]
             key, value = (states * mask.transpose(-1, -2) for states in (key, value))
@@ -142,7 +142,10 @@ def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if module.compression is not None:
             if kwargs.get("global_attention_mask") is not None:
-                raise ValueError('`global_attention_mask` is not for `attention_pattern="memory_compressed"`.')
+                raise ValueError(
+                    '`global_attention_mask` must be None with `attention_pattern="memory_compressed"`, which '
+                    "has no global tokens."
+                )
             key, value, attention_mask = module.compression(key, value, attention_mask)
         return attend(module, query, key, value, attention_mask, *args, **kwargs)
 

@@ -23,18 +23,14 @@ PATTERNS = (
 @cache
 def pattern_class(name: str) -> "type[AttentionPattern]":
     """Return the class of a pattern."""
+    from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
     from .compressed_pattern import MemoryCompressed
-    from .dilated_blocks_pattern import DilatedBlocks
-    from .fixed_pattern import Fixed
-    from .local_blocks_pattern import LocalBlocks
-    from .random_blocks_pattern import RandomBlocks
-    from .strided_pattern import Strided
-    from .transient_pattern import TransientPattern
+    from .transient_global import TransientPattern
     from .window_pattern import SlidingWindow
 
     classes: tuple[type[AttentionPattern], ...] = (SlidingWindow, RandomBlocks, Strided, Fixed, LocalBlocks)
     classes += (DilatedBlocks, MemoryCompressed, TransientPattern)
-    return {each.name: each for each in classes}[name]
+    return {pattern.name: pattern for pattern in classes}[name]
 
 
 def has_pattern(config: Any, is_causal: bool | None = None) -> bool:

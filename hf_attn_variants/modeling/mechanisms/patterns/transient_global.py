@@ -18,22 +18,52 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.key_ranges import MAX_SIZE, TransientGlobal, relative_bias
 from ...ops.padded_rows import is_of_keys, rolled_rows
-from ...ops.query_folding import is_exporting
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, wants_weights
-from ...ops.window_blocks import relative_bias
-from ...upstream import check_method, known_imports, refuse_unknown
+from ...ops.variant_attention import VariantAttention, is_exporting, wants_weights
+from ...transformers_internals import check_method, known_imports, refuse_unknown
 from ..talking_heads import PROJECTIONS
+from .attention_pattern import AttentionPattern
 
-with known_imports():
-    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+__all__ = [
+    "SummingAttention",
+    "TransientPattern",
+    "add_summary_parameters",
+    "attend_with_summaries",
+    "blocks_of_tokens",
+    "summary_table",
+]
 
-check_method(
-    T5Attention, "_relative_position_bucket", ("relative_position", "bidirectional", "num_buckets", "max_distance")
-)
 
-__all__ = ["SummingAttention", "add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
+class TransientPattern(AttentionPattern):
+    """A pattern with near tokens and a summary of each block."""
+
+    name = "transient_global"
+    paper = ("LongT5: transient global tokens", "2112.07916")
+    needed = ("attention_window", "attention_block_size")
+    learned = True
+
+    @classmethod
+    def check(cls, config: Any, prefix: str) -> None:
+        """Check that the pattern belongs to the encoder of T5.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if not (prefix and config.makes_summaries):
+            raise ValueError(
+                f'`{prefix}attention_pattern` can be "transient_global" only in the encoder of T5, got '
+                f"model_type {config.model_type!r}."
+            )
+
+    @classmethod
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block size; see `AttentionPattern.key_range`."""
+        window = config.layer_value(f"{prefix}attention_window", layer)
+        block = getattr(config, f"{prefix}attention_block_size")
+        return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
+
 
 SUMMARY_ROWS = 128  # number of queries per block
 
@@ -71,6 +101,10 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
         config: the configuration of the model.
         heads: h, the number of softmax heads.
     """
+    with known_imports():
+        from transformers.models.t5.modeling_t5 import T5LayerNorm
+    arguments = ("relative_position", "bidirectional", "num_buckets", "max_distance")
+    check_method(type(module), "_relative_position_bucket", arguments)
     like = next(module.parameters())
     norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
     module.global_input_layer_norm = norm.to(device=like.device, dtype=like.dtype)
@@ -99,7 +133,7 @@ def summary_table(module: SummingAttention, length: int, device: torch.device) -
         length: n, the length of the text.
         device: the device of the inputs. Between calls, weights that Accelerate offloads are on a different device.
     """
-    count = length // module.reach.block
+    count = length // module.key_range.block
     distance = torch.arange(1 - count, max(count, 1 - count), device=device)
     sizes = (module.relative_attention_num_buckets, module.relative_attention_max_distance)
     buckets = module._relative_position_bucket(distance, True, *sizes)
@@ -118,7 +152,7 @@ def attend_with_summaries(
     """Attend to near tokens and to summaries.
 
     Args:
-        module: the attention module, whose `reach` is a `TransientGlobal`.
+        module: the attention module, whose `key_range` is a `TransientGlobal`.
         states: the inputs [b, n, D].
         operands: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
         mask: the padding mask, boolean [b, 1, 1 or n, n], or None.
@@ -135,48 +169,48 @@ def attend_with_summaries(
     """
     if mask is not None and not is_of_keys(mask):
         raise ValueError(
-            '`attention_pattern="transient_global"` sums blocks of tokens: its mask must be boolean and of padding '
-            f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
+            'The mask must be a boolean padding mask with `attention_pattern="transient_global"`, [b, n] '
+            f"or [b, 1, 1, n], got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
     moved = rolled_rows(module, mask, length)
     if moved is not None and mask is not None:
         states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
-        operands = tuple(moved.rolled(each, 2) for each in operands)
+        operands = tuple(moved.rolled(tensor, 2) for tensor in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
     refuse_unknown(kwargs)
-    asked = wants_weights(module, kwargs)
-    rows = length if asked or is_exporting() else SUMMARY_ROWS
-    attend = _attend(module, dropout, asked)
+    with_weights = wants_weights(module, kwargs)
+    rows = length if with_weights or is_exporting() else SUMMARY_ROWS
+    attend = _attend(module, dropout, with_weights)
     tensors = (*operands, *summaries, *(() if tables is None else (tables,)))
     learns = rows < length and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     outputs = []
     for begin in range(0, length, rows):
         span = slice(begin, min(begin + rows, length))
-        call = partial(_block, attend, module.reach.radius, span)
+        call = partial(_block, attend, module.key_range.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
-    output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
+    output, weights = outputs[0] if with_weights else (torch.cat(outputs, 1), None)
     if moved is None:
         return output, weights
     return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
 
 
-def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[..., Any]:
+def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
-    if not (asked or module.projection_names or module.score is not None):
+    if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
     options |= {name: getattr(module, name, None) for name in (*PROJECTIONS, "score")}
-    if asked:
+    if with_weights:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
 def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
-    block, count = module.reach.block, length // module.reach.block
+    block, count = module.key_range.block, length // module.key_range.block
     blocks = blocks_of_tokens(real, block)
     places = torch.where(blocks < 0, count, blocks)  # tokens without a summary go to an additional last block
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)

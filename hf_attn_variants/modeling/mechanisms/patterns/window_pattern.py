@@ -1,14 +1,30 @@
-"""Sliding-window attention (Longformer, arXiv 2004.05150, section 3.1).
+"""Sliding windows and global tokens (Longformer, arXiv 2004.05150, section 3.1).
 
-The first `num_global_tokens` attend to all tokens, and all tokens attend to them (section 3.1, "Global Attention").
+A token attends to the tokens in a window around it. The first `num_global_tokens` attend to all tokens, and all tokens
+attend to them. A `global_attention_mask` (the name in Longformer) selects global tokens at any position.
+
+The block code expects global tokens at the first positions. The queries, keys and values of the selected tokens are
+therefore copied to the front. Their original keys are masked, and their outputs are replaced by those of the copies.
+Distances between the other tokens do not change. The letters are those of `softmax_attention`; G is the largest number
+of global tokens in a row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from ...ops.reach import KeyRange
+import torch
+
+from ...ops.key_ranges import KeyRange
+from ...ops.variant_attention import VariantAttention
 from .attention_pattern import AttentionPattern
 
-__all__ = ["SlidingWindow"]
+__all__ = [
+    "MASK",
+    "SlidingWindow",
+    "check_global_mask",
+    "global_tokens_of",
+    "with_global_tokens_first",
+]
 
 
 class SlidingWindow(AttentionPattern):
@@ -21,9 +37,78 @@ class SlidingWindow(AttentionPattern):
     counts_tokens = False
 
     @classmethod
-    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
-        """Return the window; see `AttentionPattern.reach`."""
+    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
+        """Return the window; see `AttentionPattern.key_range`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
         return KeyRange.of(window, dilation, global_tokens, is_causal)
+
+
+MASK = "global_attention_mask"
+
+
+def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Check the `global_attention_mask` of a call, if it has one.
+
+    Args:
+        module: the attention module.
+        states: the inputs of the query projection [b, n, size].
+        kwargs: the arguments of the call.
+
+    Raises:
+        ValueError: if the shape of the mask is not [b, n], or if the attention has a relative position bias.
+    """
+    mask = kwargs.get(MASK)
+    if mask is None:
+        return
+    if module.key_range is None or module.key_range.is_causal:  # attention without global tokens, as in a decoder
+        return
+    if hasattr(module, "has_relative_attention_bias"):
+        raise ValueError(
+            f"`{MASK}` must be None for a model with a relative position bias. Use `encoder_num_global_tokens`."
+        )
+    if mask.shape != states.shape[:2]:
+        raise ValueError(f"`{MASK}` must have one number per token, {list(states.shape[:2])}, got {list(mask.shape)}.")
+
+
+def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
+    mask = kwargs.get(MASK)
+    if mask is None or key_range is None or key_range.is_causal:
+        return None
+    return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < key_range.global_tokens)
+
+
+def with_global_tokens_first(
+    attend: Callable[..., torch.Tensor],
+    key_range: KeyRange,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    is_global: torch.Tensor,
+) -> torch.Tensor:
+    """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
+
+    Args:
+        attend: a function of query, key, value and mask, with the keyword argument `key_range`.
+        key_range: the key range of the attention.
+        states: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
+        mask: the mask of the keys, boolean [b, 1, 1 or n, n], or None.
+        is_global: [b, n].
+    """
+    most = int(is_global.sum(1).max())
+    order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the order of the text
+
+    def in_front(tensor: torch.Tensor) -> torch.Tensor:
+        index = order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+        return torch.cat([tensor.gather(2, index), tensor], 2)
+
+    read = torch.ones_like(is_global) if mask is None else mask[:, 0, 0].expand(is_global.shape)
+    read = torch.cat([(is_global & read).gather(1, order), read & ~is_global], 1)
+    key_range = key_range._replace(global_tokens=most)
+    output = attend(*map(in_front, states), read[:, None, None], key_range=key_range)
+    front, output = output[:, :most], output[:, most:]
+    if most == 0:
+        return output
+    place = (is_global.cumsum(1) - 1).clamp(min=0)[:, :, None, None].expand(output.shape)
+    return torch.where(is_global[:, :, None, None], front.gather(1, place), output)

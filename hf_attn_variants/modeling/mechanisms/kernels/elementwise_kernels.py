@@ -1,13 +1,37 @@
-"""The features relu(x), without parameters: cosFormer without its distance weights (arXiv 2202.08791, section 3.2)."""
+"""The kernels without parameters, whose features are a function of each number: elu(x) + 1 and relu(x)."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .feature_kernel import MapKernel
 
-__all__ = ["Relu"]
+__all__ = [
+    "Elu",
+    "Relu",
+]
+
+
+@dataclass(frozen=True)
+class Elu(MapKernel):
+    """phi(x) = elu(x) + 1, F = d."""
+
+    name = "elu"
+    paper = ("Transformers are RNNs: linear attention", "2006.16236")
+
+    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x)."""
+        return nn.functional.elu(states) + 1
+
+    def width(self, head_dim: int) -> int:
+        """Return d."""
+        return head_dim
+
+    def map_flops(self, head_dim: int) -> int:
+        """Return 0, because there is no matrix product."""
+        return 0
 
 
 @dataclass(frozen=True)

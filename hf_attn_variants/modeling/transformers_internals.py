@@ -1,4 +1,4 @@
-"""The internal names of Transformers that this code depends on, and the error that reports a change in them.
+"""The internals of Transformers that this code depends on, and the checks that report a change in them.
 
 This code depends on internals of Transformers, such as the arguments of an attention layer and the names of cache
 layers. It ships with checkpoints, so later releases of Transformers may run it. This file therefore lists each
@@ -8,7 +8,8 @@ of an architecture is imported, attributes when a model is built, and arguments 
 
 import dis
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
+from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_RUN, OLDEST_RUN
 
 __all__ = [
     "Arguments",
@@ -26,9 +27,15 @@ __all__ = [
     "cache_name",
     "cache_of",
     "changed",
+    "check_attention_function",
     "check_attributes",
+    "check_caches",
     "check_called",
+    "check_configurations",
+    "check_mask_functions",
     "check_method",
+    "check_models",
+    "check_paths",
     "known_imports",
     "refuse_two_caches",
     "refuse_unknown",
@@ -41,7 +48,7 @@ __all__ = [
 ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
-    "memory": ("key_value_states", "encoder_hidden_states"),
+    "encoder_outputs": ("key_value_states", "encoder_hidden_states"),
     "cache": ("cache", "past_key_values"),  # renamed in 5.24; the old name works until 5.40
     "bias": ("position_bias",),
     "ids": ("input_ids",),
@@ -68,7 +75,7 @@ UNCHANGING = frozenset(
     }
 )
 # Arguments that the code of this package passes to the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
+OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"})
 
 
 class UpstreamChanged(ImportError):
@@ -78,10 +85,10 @@ class UpstreamChanged(ImportError):
 def changed(what: str) -> UpstreamChanged:
     """Return a one-line error that describes the change and lists the possible solutions."""
     return UpstreamChanged(
-        f"transformers {transformers.__version__} has changed where hf_attn_variants {ATTN_VARIANTS_VERSION} leans on "
-        f"it, and outputs could be wrong: {what}. This code was run with transformers {OLDEST_RUN} to {NEWEST_RUN}. "
-        f"Install one of these, or a newer hf_attn_variants and import it before loading; its command "
-        "`attn-variants refresh` puts newer code into a repository."
+        f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
+        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_RUN} to "
+        f"{NEWEST_RUN}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
+        "load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
 
 
@@ -114,7 +121,7 @@ class Arguments:
     ) -> None:
         place = f"`{owner.__name__}.{method}`"
         parameters = _parameters(owner, method)
-        self.order = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)
+        self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
         self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
         # Arguments that Transformers accepts under two names.
@@ -179,8 +186,8 @@ def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
     Args:
         names: the names that the file has defined so far, its `globals()`.
     """
-    classes = [each for each in names.values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    return {each.__bases__[-1]: each for each in classes if each.__module__ == names["__name__"]}
+    classes = [member for member in names.values() if isinstance(member, type) and issubclass(member, nn.Module)]
+    return {member.__bases__[-1]: member for member in classes if member.__module__ == names["__name__"]}
 
 
 def auto_class_names(model_type: str) -> dict[str, str]:
@@ -191,15 +198,15 @@ def auto_class_names(model_type: str) -> dict[str, str]:
     """
     with known_imports():
         from transformers.models.auto import modeling_auto
-    found: dict[str, str] = {}
-    for name in sorted(each for each in vars(modeling_auto) if each.startswith("AutoModel")):
+    class_names: dict[str, str] = {}
+    for name in sorted(auto_name for auto_name in vars(modeling_auto) if auto_name.startswith("AutoModel")):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         classes = getattr(mapping, "_model_mapping", {}).get(model_type, ())
         if classes:
-            found[name] = classes if isinstance(classes, str) else classes[0]
-    if "AutoModel" not in found:
+            class_names[name] = classes if isinstance(classes, str) else classes[0]
+    if "AutoModel" not in class_names:
         raise changed(f"`AutoModel` has no class for {model_type}")
-    return found
+    return class_names
 
 
 def check_called(owner: type, method: str, name: str) -> None:
@@ -226,11 +233,13 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
         UpstreamChanged: if the method is missing or has other arguments.
     """
     parameters = _parameters(owner, method)
-    first = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)[: len(names)]
-    needed = [name for name, each in parameters.items() if _is_needed(each) and name not in names]
+    first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
+    needed = [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in names]
     if first != names or needed:
         taken = ", ".join(parameters) or "nothing"
-        raise changed(f"`{owner.__name__}.{method}` takes {taken}, where {', '.join(names) or 'nothing'} is known")
+        raise changed(
+            f"`{owner.__name__}.{method}` takes {taken}, but this code expects {', '.join(names) or 'nothing'}"
+        )
 
 
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
@@ -254,9 +263,9 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and name not in UNCHANGING and name not in OWN:
             raise ValueError(
-                f"Attention got `{name}`, which it does not know: it would be ignored, and outputs could be wrong. "
-                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use one of "
-                f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants."
+                f"An argument of an attention function must be known, got `{name}`, which would be ignored. "
+                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use "
+                f"transformers {OLDEST_RUN} to {NEWEST_RUN}, or a newer hf_attn_variants."
             )
 
 
@@ -275,14 +284,14 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     parameters = dict(inspect.signature(getattr(owner, method)).parameters)
     if not isinstance(static, staticmethod | classmethod):
         parameters.pop(next(iter(parameters)), None)
-    return {name: each for name, each in parameters.items() if each.kind not in _VARIABLE}
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIABLE}
 
 
 def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
     for name in ROLES[role]:
         if name in parameters:
             return name
-    raise changed(f"{place} takes {', '.join(parameters)}, and none of {', '.join(ROLES[role])}")
+    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
 
 
 def _check_returned(function: Any, returns: int, place: str) -> None:
@@ -293,11 +302,11 @@ def _check_returned(function: Any, returns: int, place: str) -> None:
     sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
     if sizes != {returns}:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
-        raise changed(f"{place} returns {counts} values, where {returns} are known")
+        raise changed(f"{place} returns {counts} values, but this code expects {returns}")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
     names = [name for step in loads for name in _names_loaded(step)][-returns:]
     if names and any(part in names[0] for part in ("weight", "bias", "prob")):
-        raise changed(f"{place} returns {', '.join(names)}, where outputs are first")
+        raise changed(f"{place} returns {', '.join(names)}, but this code expects outputs first")
 
 
 def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
@@ -315,7 +324,7 @@ def cache_name() -> str:
     """Return the name of the cache argument and output of models in this release."""
     with known_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
-    parts = {each.name: each for each in fields(BaseModelOutputWithPast)}
+    parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
     return _name_of("cache", parts, "`BaseModelOutputWithPast`")
 
 
@@ -335,7 +344,150 @@ def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
     names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
-            f"Got a cache as `{names[1]}` beside one as `{names[0]}`, as transformers {transformers.__version__} has "
-            "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
-            "generate with a newer peft, or with transformers before 5.24."
+            f"A call must have one cache, got `{names[1]}` and `{names[0]}`. transformers "
+            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes "
+            "under the old name, so use a newer peft, or transformers before 5.24."
         )
+
+
+# Methods of Transformers that this package overrides or calls, and their first arguments after `self`, in this order.
+MODEL_METHODS = {
+    "post_init": (),
+    "_init_weights": ("module",),
+    "_initialize_weights": ("module", "is_custom_code"),
+    "_can_set_attn_implementation": (),
+    "_check_and_adjust_attn_implementation": ("attn_implementation",),
+    "get_correct_attn_implementation": ("requested_attention", "is_init_check"),
+    "set_attn_implementation": ("attn_implementation",),
+    "from_pretrained": ("pretrained_model_name_or_path",),
+}
+LAYER_METHODS = {
+    "lazy_initialization": ("key_states", "value_states"),
+    "update": ("key_states", "value_states"),
+    "get_seq_length": (),
+    "get_mask_sizes": ("query_length",),
+    "reset": (),
+    "reorder_cache": ("beam_idx",),
+    "batch_repeat_interleave": ("repeats",),
+    "batch_select_indices": ("indices",),
+}
+CACHE_METHODS = {
+    "update": ("key_states", "value_states", "layer_idx"),
+    "get_seq_length": ("layer_idx",),
+    "reorder_cache": ("beam_idx",),
+}
+PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
+# Attributes of model classes, configurations, cache layers and caches that this package reads or sets.
+MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
+CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
+CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
+LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
+CACHE_ATTRIBUTES = ("is_compileable", "layers")
+PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
+# The first arguments of an attention function, which are positional, and the arguments of a mask function.
+ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
+KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
+MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_models() -> None:
+    """Check the internals of `PreTrainedModel` that every model uses. This runs once per process.
+
+    Raises:
+        UpstreamChanged: if a method or an attribute has changed.
+    """
+    with known_imports():
+        from transformers import PreTrainedModel
+    _check_methods(PreTrainedModel, MODEL_METHODS)
+    # A variant configuration detects by this call that a model is being built (`fields/saving_and_loading.py`).
+    check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
+    check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
+
+
+def check_caches() -> None:
+    """Check the caches of Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
+
+    Raises:
+        UpstreamChanged: if a method or an attribute has changed.
+    """
+    with known_imports():
+        from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+    _check_methods(DynamicLayer, LAYER_METHODS)
+    _check_methods(Cache, CACHE_METHODS)
+    _check_methods(EncoderDecoderCache, PAIR_METHODS)
+    check_attributes(DynamicLayer(), LAYER_ATTRIBUTES)
+    check_attributes(DynamicCache(), CACHE_ATTRIBUTES)
+    check_attributes(EncoderDecoderCache(DynamicCache(), DynamicCache()), PAIR_ATTRIBUTES)
+
+
+def check_configurations() -> None:
+    """Check the internals of `PreTrainedConfig` that variant configurations use. This runs once per process.
+
+    Raises:
+        UpstreamChanged: if a method or an attribute has changed.
+    """
+    with known_imports():
+        from transformers import PreTrainedConfig
+    check_attributes(PreTrainedConfig, CONFIG_METHODS)
+    check_attributes(PreTrainedConfig(), CONFIG_ATTRIBUTES)
+
+
+def check_attention_function(owner: type) -> None:
+    """Check the arguments with which a layer of Transformers calls an attention function.
+
+    The layer calls all attention functions in the same way, so the check reads the eager function of its file.
+
+    Raises:
+        TypeError: if the class belongs to a new architecture and does not use Transformers' attention interface.
+        UpstreamChanged: if the eager function is missing or takes other arguments.
+    """
+    function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
+    if function is None:
+        missing = f"`{owner.__module__}` has no `eager_attention_forward`"
+        if {*MODEL_FOLDERS}.isdisjoint(owner.__module__.split(".")):
+            raise TypeError(
+                f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an "
+                "architecture whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
+            )
+        raise changed(missing)
+    parameters = inspect.signature(function).parameters
+    taken = tuple(parameters)
+    needed = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+    }
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KNOWN_BY_NAME - {*ATTENTION_ARGUMENTS}:
+        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+
+
+def check_mask_functions(*functions: Any) -> None:
+    """Check that the mask functions of Transformers take the arguments that this package reads.
+
+    Raises:
+        UpstreamChanged: if a function lacks one of these arguments.
+    """
+    for function in functions:
+        taken = inspect.signature(function).parameters
+        for name in MASK_ARGUMENTS:
+            if name not in taken:
+                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+
+
+def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
+    """Check that a module has submodules at these paths.
+
+    Raises:
+        UpstreamChanged: if a submodule is missing.
+    """
+    for path in paths:
+        part = module
+        for name in path.split("."):
+            check_attributes(part, (name,))
+            part = getattr(part, name)
+
+
+def _check_methods(owner: type, methods: Mapping[str, tuple[str, ...]]) -> None:
+    for method, names in methods.items():
+        check_method(owner, method, names)

@@ -1,0 +1,269 @@
+"""The configuration fields of kernels, patterns and talking heads, and their checks.
+
+Fields without a prefix apply to self-attention. In an encoder-decoder this is the self-attention of the decoder.
+Fields with the prefix `encoder_` apply to the encoder, and those with `cross_` to cross-attention. Cross-attention
+does not have a pattern and attends to all encoder outputs.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ..mechanisms.head_sharing import key_value_field
+from ..mechanisms.kernels.kernel_table import kernel_class, kernels_of
+from ..mechanisms.mechanism import NONE, PREFIXES
+from ..mechanisms.patterns.pattern_table import has_pattern, pattern_class, pattern_prefixes
+from ..mechanisms.talking_heads import (
+    BOTH,
+    DYNAMIC,
+    DYNAMIC_PROJECTIONS,
+    IDENTITY,
+    INIT,
+    KIND,
+    LOGITS,
+    OUTPUT,
+    SOFTMAX,
+    TALKING_FIELDS,
+    WEIGHTS,
+    TalkingHeads,
+    listed_by_layer,
+    query_heads_there,
+    talking_group,
+    talking_places,
+)
+from ..ops.key_ranges import MAX_SIZE
+from .field_checks import check_size, check_value_groups, checked_count
+from .field_table import FIELDS, row_of, variant_field
+
+__all__ = [
+    "BlockPatternFields",
+    "KernelFields",
+    "asks_for_padding_alone",
+    "check_kernels",
+    "check_patterns",
+    "check_talking_heads",
+    "checked_pattern_size",
+    "checked_talking_value",
+    "has_kernel",
+]
+
+MAX_FEATURES, MAX_SEED = 2**16, 2**31
+
+
+# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    class _Config(PreTrainedConfig):
+        num_attention_heads: int = 0
+        num_hidden_layers: int = 0
+        hidden_size: int = 0
+
+        def validate(self) -> None: ...  # a decorator of Transformers adds this method
+else:
+    _Config = object
+
+
+@dataclass(kw_only=True, repr=False)
+class KernelFields(_Config):
+    """The kernel fields that all configurations of this package have.
+
+    Args:
+        attention_kernel: the kernel that replaces the softmax of self-attention, with time and memory linear in the
+            length. In an encoder-decoder, it applies to the decoder. None = softmax; "elu", "relu", "hedgehog",
+            "favor", "rfa"; "hybrid", with a softmax within `attention_window`; "linformer", only for encoders. None
+            in `per_layer_values` = the layer has a softmax.
+        attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
+            ("favor", "rfa") or the number of rows ("linformer"). None = d, 4 d, 2 d or 4 d, where d is the head
+            size. The default for "linformer" is at most the number of positions.
+        attention_kernel_seed: the seed of the random vectors.
+    """
+
+    attention_kernel: str | None = variant_field("attention_kernel")
+    attention_kernel_features: int | None = variant_field("attention_kernel_features")
+    attention_kernel_seed: int = variant_field("attention_kernel_seed")
+
+    @classmethod
+    def kernel_fields(cls) -> tuple[str, ...]:
+        """Return the fields that select a kernel instead of a softmax and set its options."""
+        return tuple(field.name for field in fields(cls) if "kernel" in field.metadata)
+
+
+def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
+    """Return whether an attention of this configuration has a kernel.
+
+    Args:
+        config: any configuration.
+        is_causal: True = check only the field without a prefix, the self-attention of a decoder. None = check all.
+    """
+    return bool(kernels_of(config, PREFIXES[:1] if is_causal else PREFIXES))
+
+
+def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:
+    """Return whether an attention of this configuration only needs a padding mask and handles the rest itself."""
+    return has_pattern(config, is_causal) or has_kernel(config, is_causal)
+
+
+def check_kernels(config: Any) -> None:
+    """Check the kernel fields of a configuration.
+
+    Raises:
+        ValueError: if a size breaks its rule, or if the model does not support a kernel (`AttentionKernel.check`).
+    """
+    check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
+    if config.attention_kernel_features is not None:
+        check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
+    for field, name in kernels_of(config).items():
+        kernel_class(name).check(config, field)
+
+
+# The sizes of patterns without their prefix, with their defaults.
+PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.facts and row.name != "attention_pattern"}
+
+
+@dataclass(kw_only=True, repr=False)
+class BlockPatternFields:
+    """The fields of patterns that consist of blocks.
+
+    Args:
+        attention_block_size: l, the number of tokens of a block. For "strided", the stride. For "memory_compressed",
+            the number of tokens that become one key.
+        num_random_blocks: for "random_blocks", the number of random blocks that a block reads in addition to itself
+            and its neighbors.
+        attention_seed: for "random_blocks", the seed of the random blocks of each layer.
+        num_summary_tokens: for "fixed", the number of tokens at the end of each block that all tokens read.
+        split_attention_heads: for "strided" and "fixed", whether half of the heads read near tokens and the others far
+            tokens. Otherwise every head reads both.
+    """
+
+    attention_block_size: int | None = variant_field("attention_block_size")
+    num_random_blocks: int = variant_field("num_random_blocks")
+    attention_seed: int = variant_field("attention_seed")
+    num_summary_tokens: int = variant_field("num_summary_tokens")
+    split_attention_heads: bool = variant_field("split_attention_heads")
+
+
+def check_patterns(config: Any) -> None:
+    """Check the pattern fields of the encoder and the decoder.
+
+    Raises:
+        ValueError: if a size breaks its rule, if a required size is missing, or if the model does not support the
+            pattern (`AttentionPattern.check`).
+    """
+    for prefix in pattern_prefixes(config):
+        for name in PATTERN_SIZES:
+            checked_pattern_size(prefix + name, getattr(config, prefix + name))
+        if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
+            continue
+        for name in pattern_class(pattern).needed:
+            if (value := getattr(config, prefix + name)) == PATTERN_SIZES[name]:
+                raise ValueError(
+                    f'`{prefix}{name}` must be given with `{prefix}attention_pattern="{pattern}"`, got {value}.'
+                )
+        block, summary = (getattr(config, prefix + name) for name in ("attention_block_size", "num_summary_tokens"))
+        if summary > (block or summary):
+            raise ValueError(
+                f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`, got {summary} "
+                f"and {block}."
+            )
+        pattern_class(pattern).check(config, prefix)
+
+
+def checked_pattern_size(field: str, value: Any) -> Any:
+    """Return the value of a pattern field.
+
+    Raises:
+        ValueError: if the value breaks the rule of its field. A window is an even number of at least 2 or None. A
+            block size is at least 1 or None, and a dilation is at least 1. `split_attention_heads` is a boolean. The
+            other fields are whole numbers of at least 0.
+    """
+    if field.endswith("split_attention_heads"):
+        if not isinstance(value, bool):
+            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
+        return value
+    if value is None and field.endswith(("attention_window", "attention_block_size")):
+        return None
+    least, rule, wrong = 0, "a whole number", False
+    if field.endswith("attention_window"):
+        least, rule, wrong = 2, "an even whole number", value and value % 2
+    elif field.endswith(("dilation", "block_size")):
+        least = 1
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or wrong or not least <= value <= MAX_SIZE:
+        raise ValueError(f"`{field}` must be {rule} of at least {least}, got {value!r}.")
+    return value
+
+
+def checked_talking_value(config: Any, name: str, value: Any) -> Any:
+    """Return the value of a talking-heads field in one layer. Its choices must already be checked.
+
+    Raises:
+        ValueError: if it is a head count, but not a whole number of at least 1.
+    """
+    prefix, row = row_of(name)
+    if row.name == DYNAMIC:
+        return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
+    if row.name in (SOFTMAX, OUTPUT):
+        return checked_count(name, value, query_heads_there(config, prefix))
+    return None if value == NONE else value or row.default
+
+
+def check_talking_heads(config: Any) -> None:
+    """Check the talking-heads fields of each place and layer, and fill in the default values.
+
+    Raises:
+        ValueError: if a field requires a projection that `talking_heads` does not select, if the key/value heads do
+            not divide the value heads, or if an encoder would inherit per-layer values.
+    """
+    for prefix in talking_places(config):
+        for name in (prefix + field for field in TALKING_FIELDS[1:]):
+            if (value := getattr(config, name)) is not None:
+                setattr(config, name, checked_talking_value(config, name, value))
+        _check_kind_is_given(config, prefix)
+        group = talking_group(config, prefix)
+        if prefix == "encoder_" and not group and listed_by_layer(config, ("",)):
+            raise ValueError(
+                f"`encoder_{KIND}` must be given if `per_layer_values` has values of talking heads for the decoder's "
+                f'layers. "{NONE}" means that the encoder has none.'
+            )
+        for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
+            if TalkingHeads.of(config, prefix, layer).kind is not None:
+                _check_layer(config, prefix, group, layer)
+    if not listed_by_layer(config, ("",)):
+        talking = TalkingHeads.of(config, "", 0)
+        counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2
+        config.num_softmax_heads, config.num_value_heads = counts
+
+
+def _check_kind_is_given(config: Any, prefix: str) -> None:
+    """Check that `talking_heads` is set at a place whose other talking-heads fields are set."""
+    if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
+        return
+    heads = config.num_attention_heads, query_heads_there(config, prefix)
+    defaults: dict[str, tuple[Any, ...]] = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)}
+    for name in TALKING_FIELDS[1:]:
+        value = getattr(config, prefix + name)
+        if value is not None and (prefix or value not in defaults[name]):
+            raise ValueError(
+                f"`{prefix}{KIND}` must be given with `{prefix}{name}`, got None for `{prefix}{name}` = {value!r}."
+            )
+
+
+def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
+    talking, heads = TalkingHeads.of(config, prefix, layer), query_heads_there(config, prefix)
+    needed = {SOFTMAX: LOGITS} if talking.softmax != heads else {}
+    needed |= {OUTPUT: WEIGHTS} if talking.output != talking.softmax else {}
+    pairs = [*needed.items(), *((DYNAMIC, DYNAMIC_PROJECTIONS[name]) for name in talking.dynamic)]
+    for name, projection in pairs:
+        if talking.kind not in (projection, BOTH):
+            raise ValueError(
+                f'`{group}{KIND}` must be "{projection}" or "{BOTH}" with this `{group}{name}`, got '
+                f"{talking.kind!r} for {heads} query heads, {talking.softmax} softmax heads and "
+                f"{talking.output} value heads."
+            )
+    if needed and talking.init == IDENTITY:
+        raise ValueError(
+            f'`{group}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
+            f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
+        )
+    kv_field = key_value_field(prefix)
+    check_value_groups(kv_field, config.layer_value(kv_field, layer), heads, talking.output, group)

@@ -1,0 +1,397 @@
+"""Rules for the names of fields, for saved configurations, and for loading checkpoints with other fields.
+
+The parts are: misspelled names of fields, the fields that a saved configuration stores, the base class of
+configurations that are saved with their code, the error for model classes of Transformers that would ignore a field,
+and the check of whether a checkpoint requires a conversion.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..mechanisms.latents import rank_of_map
+from ..mechanisms.mechanism import NONE
+from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
+from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeads, supports_cache, talking_places
+from ..remote_code import CONFIGURATIONS, is_package_class, write_code
+from .composition import used_mechanisms
+from .field_checks import checked_rank, nearest, without_prefix
+from .field_table import OPTIONAL_FIELDS, row_of
+from .layer_values import value_or_list, without_layer_values
+from .mechanism_fields import KernelFields
+
+__all__ = [
+    "SavedWithCode",
+    "adds_talking_heads",
+    "check_foreign_class",
+    "fields_in_effect",
+    "foreign_class",
+    "stored_values",
+    "warn_of_positions",
+    "without_replaced",
+    "without_repository",
+    "without_same_size",
+    "wrong_name",
+]
+
+
+def wrong_name(config_class: Any, name: str) -> str | None:
+    """Return an error message for a name that resembles a variant field.
+
+    Transformers accepts every name, so a misspelled field would have no effect and raise no error.
+
+    Args:
+        config_class: the class of the configuration.
+        name: a keyword argument.
+
+    Returns:
+        A message with the field that is probably meant, or None if the name is a field or resembles none.
+    """
+    known = config_class.variant_fields()
+    if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
+        return None
+    # A field with the prefix of a place that this architecture does not have also resembles a field.
+    prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
+    meant = nearest(name, known) or prefixed.get(nearest(name, prefixed) or "")
+    return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
+
+
+def _upstream_names() -> set[str]:
+    """Return the names of all fields of the Transformers configurations of all architectures."""
+    classes, names = [KernelFields], set()
+    while classes:
+        config_class = classes.pop()
+        classes += config_class.__subclasses__()
+        names |= {field.name for field in fields(config_class) if "variant" not in field.metadata}
+        names |= {*getattr(config_class, "attribute_map", ())}
+    return names
+
+
+def stored_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration without the optional fields that are not set."""
+    return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
+
+
+def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration without those that new fields replace."""
+    values = without_layer_values(values, fields)
+    # `use_cache=False` was saved because the old dynamic projections do not support a cache. With other ones, the
+    # default of Transformers applies again.
+    named = {*fields, *(fields.get("per_layer_values") or ())}
+    if DYNAMIC not in named or supports_cache(values.get(DYNAMIC)):
+        return values
+    return {name: value for name, value in values.items() if name != "use_cache"}
+
+
+def without_same_size(config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]) -> dict[str, Any]:
+    """Return new fields without a `value_head_dim` that equals the size of the query heads.
+
+    Args:
+        config_class: the class of the variant configuration.
+        values: the values of a configuration of Transformers or of a variant.
+        new_fields: the fields that update these values.
+
+    Raises:
+        ValueError: if the size is invalid.
+    """
+    if "value_head_dim" not in new_fields:
+        return new_fields
+    config = config_class.from_upstream(dict(values), value_head_dim=new_fields["value_head_dim"])
+    is_same = config.value_head_dim is None
+    return {name: value for name, value in new_fields.items() if not (is_same and name == "value_head_dim")}
+
+
+# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    _Saved = PreTrainedConfig
+else:
+    _Saved = object
+
+
+class SavedWithCode(_Saved):
+    """A configuration that is saved with its code, as a mixin to list before a class of Transformers.
+
+    Class attributes:
+        modeling_file: name of the file with the models of the architecture.
+        auto_classes: name of the model in this file for each Auto class.
+    """
+
+    modeling_file: ClassVar[str] = ""
+    auto_classes: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+        super().__init_subclass__(*args, **kwargs)
+        if "modeling_file" in vars(cls):
+            cls.register_for_auto_class()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Register a class that is not part of this package, because Transformers would copy the code of its own."""
+        if not is_package_class(cls):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """Save the configuration as Transformers does, together with the code that `auto_map` refers to.
+
+        The class of the tokenizer is only saved in tokenizer_config.json. Without a saved tokenizer, `AutoTokenizer`
+        would otherwise silently create one of this class with an empty vocabulary.
+        """
+        names = ("auto_map", "tokenizer_class")
+        attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        self.auto_map = self.own_auto_map() | without_repository(self.__dict__["auto_map"])
+        self.__dict__.pop("tokenizer_class", None)
+        try:
+            super().save_pretrained(save_directory)
+            write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
+        finally:
+            self.__dict__.update(attributes)
+        if push_to_hub:  # the Transformers method saves again and uploads all files of the folder
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    @classmethod
+    def own_auto_map(cls) -> dict[str, str]:
+        """Return the `auto_map` of a saved configuration."""
+        auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
+        return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
+
+
+def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
+    """Return an `auto_map` without the source repository, because newly saved files are not in that repository."""
+    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
+
+
+LIBRARY = "transformers.models."
+
+
+def foreign_class() -> type | None:
+    """Return the model class of Transformers whose constructor is running, unless a class of this package runs it.
+
+    A class that only contains other models does not count, because these models have their own constructors.
+
+    The function searches the call stack, because Transformers does not pass the model class to the configuration. A
+    variable of this module would not work: remote code may load a configuration and its model from two copies of it.
+    """
+    built: list[type] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        model = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if isinstance(model, PreTrainedModel):
+            built.append(type(model))
+        frame = frame.f_back
+    # A model of this package replaces the attentions of the models that it builds.
+    if not built or any(hasattr(cls, "attention_sites") for cls in built):
+        return None
+    makes_layers = any(base.__module__.startswith(LIBRARY) and "__init__" in vars(base) for base in built[0].__mro__)
+    return built[0] if makes_layers else None
+
+
+def check_foreign_class(config: Any, model_class: type) -> None:
+    """Check that a model class of Transformers computes the same as a variant with this configuration.
+
+    Raises:
+        ValueError: if a variant field changes the outputs.
+    """
+    if not (in_effect := fields_in_effect(config)):
+        return
+    shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_effect)
+    known = list(dict.fromkeys(type(config).auto_classes.values()))
+    same = [name for base in model_class.__mro__ if (name := f"AttnVariant{base.__name__}") in known]
+    classes = same[0] if same else f"a class of hf_attn_variants ({', '.join(known)})"
+    raise ValueError(
+        f"{model_class.__name__} does not compute {shown} of this {type(config).__name__}. Use "
+        f"{classes}, or load the model with an Auto class."
+    )
+
+
+def fields_in_effect(config: Any) -> list[str]:
+    """Return the variant fields whose values change the model, compared with the model of Transformers."""
+    variant_fields = config.variant_fields()
+    values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
+    plain = type(config).from_dict(values | {"model_type": type(config).model_type})
+    # Sizes and seeds have no effect without the mechanism that they belong to.
+    decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
+    decisive |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
+    changed = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
+    # A latent as wide as its input has no parameters, and "absolute" selects the positions of the architecture.
+    idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}
+    idle |= {name for name in decisive if getattr(config, name) in ("absolute", NONE)}
+    return [name for name in changed if name not in idle]
+
+
+# This logger is a child of the logger of Transformers and therefore follows its verbosity.
+logger = logging.get_logger(f"transformers.{__name__}")
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def adds_talking_heads(
+    config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]
+) -> frozenset[tuple[str, int]]:
+    """Return the attentions to which loading a checkpoint with this configuration adds talking heads.
+
+    Each attention is a pair of its prefix and its layer.
+
+    Args:
+        config_class: configuration class of the model.
+        source, config, kwargs: arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if the configuration has other heads than the checkpoint and therefore requires a conversion.
+    """
+    converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
+    shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
+    wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
+    if hasattr(config, DYNAMIC):
+        wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
+    if not wanted and not kwargs.get("per_layer_config"):
+        return frozenset()
+    held = _held(config_class, source, kwargs)
+    heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    if heads is None:
+        return frozenset()  # the weights have no configuration to compare with
+    if by_layer := kwargs.get("per_layer_config"):
+        wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
+    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
+    if any(value_or_list(held, name) for name in config_class.kernel_fields() if name.endswith("attention_kernel")):
+        _check_kernel_kept(config_class, source, held, wanted)
+    _check_values_kept(config_class, source, held, wanted)
+    if not any(_talk(config_class, values) for values in (held, wanted)):
+        return frozenset()
+    keywords = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
+    old = config_class.from_dict(dict(held))
+    wanted_values = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
+    return _added(source, old, config_class.from_dict(wanted_values, **keywords))
+
+
+def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
+    """Return whether the values of a configuration include talking heads in any layer."""
+    names = [name for name in config_class.talking_fields() if name.endswith(KIND)]
+    by_layer = values.get("per_layer_values") or {}
+    return any(values.get(name) is not None or name in by_layer for name in names)
+
+
+def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
+    """Return the attentions that have talking heads only in the wanted configuration.
+
+    The initialization allows adding talking heads to a plain checkpoint, but loading must not drop learned ones.
+
+    Raises:
+        ValueError: if learned talking heads would be dropped or get other projections, or if a learned weight would
+            change its size.
+    """
+    added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
+    for prefix in talking_places(wanted):
+        field = prefix + KIND
+        for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
+            old, new = (TalkingHeads.of(config, prefix, layer) for config in (held, wanted))
+            if old.kind is None and new.kind is not None:
+                added.add((prefix, layer))
+            for name, pair in old.kept_when_loaded(new, has_bias and prefix != "cross_"):
+                if pair[0] != pair[1]:
+                    known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
+                    shown = prefix + name if any(value is not None for value in known) else name
+                    raise ValueError(
+                        f"`{shown}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "
+                        "Loading does not change learned talking heads. Use the configuration of the checkpoint."
+                    )
+    return frozenset(added)
+
+
+def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
+    """Warn if sinusoidal positions replace the positions of a checkpoint and change its outputs.
+
+    Args:
+        config: configuration of the loaded model.
+        source, kwargs: same as for `adds_talking_heads`.
+    """
+    held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
+    if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
+        logger.warning(
+            f"{source} was trained with learned positions. Sinusoidal positions replace them and change "
+            "the outputs. Train the model."
+        )
+
+
+def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a checkpoint, read from the location that `from_pretrained` uses."""
+    return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
+
+
+def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if the wanted heads and ranks require a conversion of the checkpoint."""
+    width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
+    wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
+    for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
+        # A rank equal to the input width has no parameters.
+        default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
+        old, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
+        if name not in wanted_names or value == old:
+            continue
+        option, field = f"--{name} {value}", f"{name}={value}"
+        if name in config_class.rank_fields() and held.get(name) is None:
+            old = None
+        if isinstance(value, list):
+            by_layer = {name: list(wanted["per_layer_values"][name])}
+            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
+        elif name in config_class.rank_fields():
+            checked_rank(name, value, width)
+        raise ValueError(
+            f"`{name}` must be {old} as in the checkpoint {str(source)!r}, got {value}. Convert the "
+            f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
+            f"OUTPUT_DIR` or `hf_attn_variants.convert({str(source)!r}, {field})`."
+        )
+
+
+def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if learned weights or random vectors of a kernel would be dropped or resized."""
+    wanted_values = {**without_layer_values(held, wanted), **wanted}
+    old = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
+    by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
+    kernels = [kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
+    has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
+    for name, value in old.items():
+        is_size = name == "attention_kernel_features" and has_size
+        is_learned = any(kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
+        if (is_size or is_learned) and (other := value_or_list(wanted_values, name)) != value:
+            raise ValueError(
+                f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
+                "does not change the parameters of a kernel. Use the configuration of the checkpoint."
+            )
+
+
+def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if the wanted size of the value heads differs from the checkpoint."""
+    if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
+        return
+    old = config_class.from_dict(dict(held))
+    new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
+    fields = config_class.kv_heads_fields()
+    sizes = [[config.attention_value_dim(name) for name in fields] for config in (old, new)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"`value_head_dim` must be {sizes[0][0]} as in the checkpoint {str(source)!r}, got "
+            f"{sizes[1][0]}. Use the configuration of the checkpoint, or train a model from scratch."
+        )
+
+
+def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
+    encoder, decoder = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",) * 2)
+    name = encoder if kv_heads_field.startswith("encoder_") else decoder
+    return held.get(config_class.attribute_map.get(name, name))
+
+
+def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
+    by_layer = (values.get("per_layer_values") or {}).get(name)
+    if by_layer is None:
+        return values.get(name) or default
+    layers = [value or default for value in by_layer]
+    return layers[0] if len(set(layers)) == 1 else layers
