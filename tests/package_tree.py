@@ -30,13 +30,13 @@ SENTENCE_COLUMN = 29
 
 
 def tree_of(package: Path = PACKAGE) -> str:
-    """Return the tree. Of `__init__.py` only the package's own is named: the others say what their folders are."""
+    """Return the tree of the package. Of the `__init__.py` files, it lists only the one of the package itself."""
     first = _line("  ", "__init__.py", package / "__init__.py")
     return "\n".join([f"{package.name}/", first, *_inside(package, "  ")])
 
 
 def tree_in(page: str) -> str:
-    """Return the tree in the text of the page."""
+    """Return the tree that the text of the page contains."""
     return page[slice(*_place(page))]
 
 

@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, what starts light, how long files and functions are."""
+"""Check the layers of the package: imports between them, light modules, and the lengths of files and functions."""
 
 import ast
 import importlib
@@ -48,7 +48,7 @@ MODULES = {module_name(path): path for path in python_files()}
 
 
 def imported_modules(name, modules=MODULES):
-    """The package's modules that a module imports anywhere: at its top, in a function, for type checkers."""
+    """Return the modules of the package that a module imports at its top, in a function or for type checkers."""
     found = set()
     path = modules[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
@@ -71,7 +71,7 @@ def room(name):
 
 
 def arrows_upward(imports):
-    """Each import that leads to a room above, or to one beside."""
+    """Return each import of a module in a higher layer or in another package of the same layer."""
     found = []
     for name, others in imports.items():
         for other in others:
@@ -82,7 +82,7 @@ def arrows_upward(imports):
 
 
 def circles(imports):
-    """The groups of modules that reach each other (Tarjan's strongly connected components)."""
+    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
     index, low, stack, found = {}, {}, [], []
 
     def visit(name):
@@ -108,7 +108,7 @@ IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
 def names_defined(path):
-    """The names that a module's own lines define at its top, with those under an `if` and a `try`."""
+    """Return the names that a module defines at its top, including those under an `if` and a `try`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -119,7 +119,7 @@ def names_defined(path):
 
 
 def borrowed_names(name, modules=MODULES):
-    """What a module imports from another that has it from a third; a package's `__init__` is a front door."""
+    """Return the names that a module imports from another module that imports them from a third one."""
     found, package = [], name.split(".")[:-1]
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -132,7 +132,7 @@ def borrowed_names(name, modules=MODULES):
     return found
 
 
-def test_a_name_is_imported_from_where_it_is_defined(tmp_path):
+def test_names_are_imported_from_the_module_that_defines_them(tmp_path):
     (tmp_path / "a.py").write_text("from .b import x, y\n")
     (tmp_path / "b.py").write_text("from .c import x\ny = 1\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
@@ -141,15 +141,15 @@ def test_a_name_is_imported_from_where_it_is_defined(tmp_path):
     assert not borrowed, "\n".join(borrowed)
 
 
-def test_no_module_imports_itself_through_others():
+def test_imports_have_no_cycles():
     assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
 
 
-def test_no_room_imports_one_above_it():
+def test_layers_import_only_lower_layers():
     assert not arrows_upward(IMPORTS), "\n".join(arrows_upward(IMPORTS))
 
 
-def test_the_rooms_of_modeling_import_downwards():
+def test_folders_of_modeling_import_only_lower_folders():
     def level(name):
         parts = name.split(".")
         return MODELING.index(parts[2]) if len(parts) > 3 else 0
@@ -160,8 +160,8 @@ def test_the_rooms_of_modeling_import_downwards():
     assert {level(name) for name in inside} == {*range(len(MODELING))}
 
 
-def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
-    """In a repository a room is one file."""
+def test_top_level_names_are_unique_within_a_layer():
+    """Check that top-level names are unique per layer, because each layer is one file in a repository."""
     rooms = {}
     for name in IMPORTS:
         if (
@@ -180,16 +180,16 @@ def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
 
 
 @pytest.mark.parametrize("kind", ["kernel", "pattern"])
-def test_mechanisms_are_named_in_their_file_and_the_table_alone(kind):
-    """What else has to be known of one, its class says."""
+def test_mechanism_names_occur_only_in_their_file_and_the_table(kind):
+    """Check that other files read the facts about a mechanism from its class."""
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
     names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
     assert not literals(names, rf"(.*_{kind}|{kind}_table)\.py")
 
 
-def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone():
-    """`upstream.py`, which all of `modeling/` stands on, lists the arguments of our own calls."""
+def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
+    """Check the names of scores, positions and terms; `upstream.py` may list the arguments of our own calls."""
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
     sharing = importlib.import_module(f"{mechanisms}.head_sharing")
@@ -201,8 +201,8 @@ def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone(
     )
 
 
-def test_refusals_of_pairs_are_in_the_table_alone():
-    """What a mechanism asks of a stack or a host stays where that is: compressed memory in a decoder, DistilBERT."""
+def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
+    """Check that pairs of mechanisms are rejected only by the table; checks of one architecture may stay in its file."""
     found = {
         path.name
         for path in MODULES.values()
@@ -213,7 +213,7 @@ def test_refusals_of_pairs_are_in_the_table_alone():
 
 
 def literals(names, own):
-    """Where any of some names stands as a string by itself, but in files whose name fits, and in formulas."""
+    """Return the places where one of some names occurs as a string, except in files of that name and in formulas."""
     found = []
     for name, path in MODULES.items():
         is_own = re.fullmatch(own, path.name) or ".reference" in name
@@ -222,7 +222,7 @@ def literals(names, own):
     return found
 
 
-def test_the_checks_find_what_is_wrong(tmp_path):
+def test_layer_checks_detect_violations(tmp_path):
     (tmp_path / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
@@ -237,7 +237,7 @@ def test_the_checks_find_what_is_wrong(tmp_path):
 
 
 def light_modules():
-    """What runs before a command line is checked, and so imports neither torch nor transformers at its top."""
+    """Return the modules that run before a command line is checked, and so import neither torch nor Transformers."""
     names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_line", "errors"))]
     names += [name for name in MODULES if name.startswith(f"{PACKAGE}.commands.")]
     settings = [name for name in MODULES if re.search(r"\.training\..*\bsettings$", name)]
@@ -259,7 +259,7 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_push_loads_nothing_that_fits_trains_or_draws(loaded_by):
+def test_push_imports_no_training_or_conversion_code(loaded_by):
     unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.conversions.", f"{PACKAGE}.training."]
     loaded = loaded_by(f"{PACKAGE}.hub.push")
     assert not [each for each in loaded if f"{each}.".startswith((*unwanted, "matplotlib."))]
@@ -267,7 +267,7 @@ def test_a_push_loads_nothing_that_fits_trains_or_draws(loaded_by):
 
 @pytest.fixture(scope="module")
 def loaded_by():
-    """The modules that are there after an import, as a function that remembers them."""
+    """Return a cached function that lists the modules that are loaded after an import."""
     found = {}
 
     def loaded(name):
@@ -280,7 +280,7 @@ def loaded_by():
     return loaded
 
 
-def test_no_file_and_no_function_is_too_long():
+def test_files_and_functions_respect_the_length_limits():
     long = []
     for path in [*python_files(), *sorted((ROOT / "scripts").glob("*.py"))]:
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
@@ -294,13 +294,13 @@ def test_no_file_and_no_function_is_too_long():
     assert not long, "\n".join(long)
 
 
-def test_the_tree_of_the_architecture_is_the_packages():
+def test_documented_tree_matches_the_package():
     assert package_tree.tree_in(package_tree.PAGE.read_text(encoding="utf-8")) == package_tree.tree_of(), (
         "run `make tree`"
     )
 
 
-def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
+def test_tree_lists_nested_folders_with_first_sentences(tmp_path):
     files = {
         "__init__.py": '"""A house. Of stone."""',
         "b.py": '"""Two\nlines of v1.1: one.\n\nMore."""',

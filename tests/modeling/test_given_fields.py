@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, token_ids
-from fixtures.field_values import FIELDS, beside_field, of_host, value_of
+from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from hypothesis import strategies
 from relatives import RELATIVES
 
@@ -27,7 +27,7 @@ def made(row, **fields):
     """A model of a seed, its state and what it makes of a text."""
     torch.manual_seed(0)
     head = next(iter(row.heads))
-    model = row.model(head, **of_host(row, **fields))
+    model = row.model(head, **tiny_config_values(row, **fields))
     torch.manual_seed(1)
     batch = row.batch(head)
     ids = token_ids(1, 23)
@@ -46,7 +46,7 @@ def differ(one, other):
 @EVERY_ROW
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_changes_something(row, field):
-    value, beside = value_of(row, field), beside_field(field)
+    value, beside = value_of(row, field), required_fields(field)
     if field not in row.config_class.variant_fields():
         with pytest.raises(ValueError, match=f"`{field}`"):
             row.config(**{field: value})

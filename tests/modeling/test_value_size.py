@@ -8,7 +8,7 @@ import torch
 from architectures import ARCHITECTURES, BERT, T5, token_ids
 from fixtures.caches import cache_of, with_cache
 from fixtures.decoding import at_once, decoder_batch, in_steps
-from fixtures.field_values import FIELDS, beside_field, of_host, value_of
+from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from relatives import RELATIVES
 from torch import nn
 
@@ -189,7 +189,7 @@ def assert_is_its_twin(row, fields, side):
 def test_beside_another_field_it_is_zeros_in_the_last_numbers(row, field, side):
     if field not in row.config_class.variant_fields():
         return
-    fields = of_host(row, **beside_field(field) | {field: value_of(row, field)})
+    fields = tiny_config_values(row, **required_fields(field) | {field: value_of(row, field)})
     try:
         row.config(**fields)
     except ValueError as error:
@@ -263,7 +263,7 @@ GENERATIONS = {
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_a_cache_is_that_without(name, kind, beams):
     row = ROW[name]
-    fields = of_host(row, **GENERATIONS[kind])
+    fields = tiny_config_values(row, **GENERATIONS[kind])
     if fields.get("cross_kv_lora_rank"):
         if "cross_kv_lora_rank" not in row.config_class.variant_fields():
             return

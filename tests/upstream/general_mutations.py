@@ -1,4 +1,6 @@
-"""The mutations of what all hosts share: generation, the base class, configurations, caches, masks, interfaces."""
+"""Mutations of the code that all architectures share: generation, base class, configurations, caches, masks,
+interfaces.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ def _mutation(kind: str, title: str, op: dict[str, Any], names: list[str], **mor
 
 
 def general_mutations() -> Iterator[dict[str, Any]]:
-    """Yield them."""
+    """Yield the mutations of shared code."""
     for old, module in (MEMBERS | CLASSES).items():
         new = f"renamed_{old}" if not old[:1].isupper() else f"Renamed{old}"
         op = {"op": "rename_identifier", "old": old, "new": new, "modules": [module]}

@@ -1,4 +1,4 @@
-"""Tiny models of every host and what is measured of them, inside one mutant of transformers.
+"""Tiny models of every architecture and their measurements, inside one mutant of Transformers.
 
 Nothing here is imported before the mutant's import hook is in place: upstream's classes are looked up when asked for.
 """
@@ -70,7 +70,7 @@ _WINDOWS = _WINDOW | {f"encoder_{name}": value for name, value in _WINDOW.items(
 
 @dataclass(frozen=True)
 class Model:
-    """One upstream head, how it is configured and used, and our variants of it."""
+    """A head of Transformers, its configuration and inputs, and our variants of it."""
 
     head: str
     config: dict[str, Any]
@@ -113,18 +113,18 @@ MODELS: dict[str, tuple[Model, ...]] = {
 
 
 def upstream_class(host: str, model: Model) -> type:
-    """Return the mutant's own class."""
+    """Return the class of the mutant."""
     return getattr(importlib.import_module(f"transformers.models.{host}.modeling_{host}"), model.head)
 
 
 def our_class(host: str, model: Model) -> type:
-    """Return our class, made in the mutant."""
+    """Return our class, loaded in the mutant."""
     module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{host}")
     return getattr(module, f"AttnVariant{model.head}")
 
 
 def build(model_class: type, config: dict[str, Any]) -> Any:
-    """Return a model in evaluation mode, every weight drawn far from upstream's small first values."""
+    """Return a model in evaluation mode with weights far from their small initial values."""
     torch.manual_seed(0)
     known = inspect.signature(model_class.config_class.__init__).parameters
     drops = {name: value for name, value in _DROPS_NOTHING.items() if name in known}
@@ -138,7 +138,7 @@ def build(model_class: type, config: dict[str, Any]) -> Any:
 
 
 def take(model: Any, tensors: list[torch.Tensor]) -> Any:
-    """Give a model the weights of another that has the same ones in the same order, whatever they are called."""
+    """Copy weights between two models that have the same weights in the same order, under any names."""
     names = list(model.state_dict())
     if len(names) != len(tensors):
         raise RuntimeError(f"{len(names)} weights in place of {len(tensors)}")
@@ -147,7 +147,7 @@ def take(model: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
-    """Save a model and read it again."""
+    """Save a model and load it again."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return read(folder).eval()
@@ -155,7 +155,7 @@ def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
 
 @torch.no_grad()
 def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Tensor]:
-    """Return what a model computes, by name."""
+    """Return the outputs of a model by name."""
     torch.manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (BATCH, LENGTH))
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)

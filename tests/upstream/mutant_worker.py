@@ -1,4 +1,4 @@
-"""Runs mutants of transformers: a process that has loaded what no mutant changes, and a fork of it for each mutant.
+"""Run mutants of Transformers: a process loads the unchanged modules, and forks once per mutant.
 
 Reads lines of JSON, {"op": ..., "hosts": [...], "names": [...]}, and answers each host with a line of JSON.
 """
@@ -33,13 +33,13 @@ GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "tran
 
 
 class Rewriting(importlib.abc.MetaPathFinder):
-    """Loads transformers' modules as a mutation rewrites them, in memory; what it leaves alone loads as ever."""
+    """An import hook that rewrites modules of Transformers in memory; it leaves all other modules unchanged."""
 
     def __init__(self, mutation: dict[str, Any], seen: set[str]) -> None:
         self.mutation, self.seen = mutation, seen
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the rewritten module's spec, or None."""
+        """Return the spec of a rewritten module, or None."""
         if not name.startswith("transformers."):
             return None
         home = rewriting.home_of_moved(name)
@@ -70,7 +70,7 @@ class _Loader(importlib.abc.InspectLoader):
 
 
 def prepare() -> None:
-    """Load what no mutant of a host's modeling file changes."""
+    """Load the modules that no mutation of an architecture's modeling file changes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import transformers.utils
@@ -92,7 +92,7 @@ def _as_it_is(item: Any = None, **_: Any) -> Any:
 
 
 def purge(modules: list[str]) -> None:
-    """Forget modules of transformers and those that import them, so that they are loaded again."""
+    """Remove modules of Transformers and their importers, so that they are loaded again."""
     gone = rewriting.importers(
         modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")}
     )
@@ -108,7 +108,7 @@ def purge(modules: list[str]) -> None:
 
 
 def baseline(host: str) -> dict[str, Any]:
-    """Return weights and results of each model of a host in transformers as it is."""
+    """Return weights and results of each model of an architecture with the unmodified Transformers."""
     made = {}
     for model in mutant_models.MODELS[host]:
         upstream = mutant_models.build(mutant_models.upstream_class(host, model), model.config)
@@ -128,7 +128,7 @@ def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
-    """Return the outcome of one host in a mutant, and what was seen."""
+    """Return the outcome of one architecture in a mutant, and the evidence."""
     worst = ("equal", "")
     for model in mutant_models.MODELS[host]:
         kept = before[model.head]
@@ -158,7 +158,7 @@ ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
 
 
 def _ours(host: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
-    """Yield each variant's name and a function that runs it and returns how it differs."""
+    """Yield each variant's name and a function that runs it and returns its difference."""
 
     def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
         ours = mutant_models.build(mutant_models.our_class(host, model), model.config | fields)
@@ -215,7 +215,7 @@ def _last_lines() -> str:
 
 
 def in_fork(work: Any) -> bytes:
-    """Return what a function writes, run in a fork of this process; b"" where that dies or takes too long."""
+    """Return what a function writes in a fork of this process, or b"" if the fork dies or takes too long."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -235,7 +235,7 @@ def in_fork(work: Any) -> bytes:
 
 
 def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
-    """Return a line of JSON for each host of a mutation; runs in a fork."""
+    """Return a line of JSON for each architecture of a mutation; runs in a fork."""
     seen: set[str] = set()
     sys.meta_path.insert(0, Rewriting(mutation, seen))
     failed = None
@@ -264,7 +264,7 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """Answer mutations until there are none."""
+    """Answer requests until the input ends."""
     prepare()
     before: dict[str, Any] = {}
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Mutants of the installed transformers, and what our models do in each: `python tests/upstream/mutations.py --help`.
+"""Mutants of the installed Transformers and how our models behave in them: `python tests/upstream/mutations.py --help`.
 
 A mutant is transformers with one thing changed that our code touches, and all of transformers that uses it changed
 with it. In it our models must give what the mutant's own models give, or say the name of what has changed.
@@ -51,8 +51,8 @@ HANDED_OVER = ("use_cache", "output_attentions")
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
 
-def host_mutations(host: str) -> Iterator[dict[str, Any]]:
-    """Yield the mutations of one host's modeling file."""
+def architecture_mutations(host: str) -> Iterator[dict[str, Any]]:
+    """Yield the mutations of one architecture's modeling file."""
     tree = tree_of(host)
     found = classes(tree)
     kinds = ("attention", "embeddings", "stack", *(() if host in ("t5", "umt5") else ("base",)))
@@ -78,7 +78,7 @@ def host_mutations(host: str) -> Iterator[dict[str, Any]]:
 
 
 def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
-    """Return classes in groups that are called at the same places, and so change together."""
+    """Return groups of classes that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
         mine = {id(call) for call in calls_in(tree, frozenset({name}))}
@@ -131,7 +131,7 @@ HEADS = {
 
 
 def _adapter(host: str, names: list[str], old: str, new: str = "") -> str:
-    """Return what has generation, which calls an encoder by the names of its inputs, follow a change of them."""
+    """Return a change that lets `generate` call an encoder whose inputs were renamed."""
     is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[host] == "encoder-decoder"
     if not is_called or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
         return ""
@@ -181,15 +181,15 @@ def _mutation(host: str, kind: str, title: str, op: dict[str, Any], names: list[
 
 
 def all_mutations(hosts: Iterable[str] = HOSTS) -> list[dict[str, Any]]:
-    """Return every mutation, one host each of those that hosts share."""
+    """Return every mutation; mutations of shared code occur once per architecture that uses it."""
     hosts = list(hosts)
-    return [each for host in hosts for each in host_mutations(host)] + [
+    return [each for host in hosts for each in architecture_mutations(host)] + [
         each | {"hosts": [host for host in hosts if host not in each.get("but", ())]} for each in general_mutations()
     ]
 
 
 def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[str, Any]]:
-    """Return some of the mutations, a host each: as many of each host and of each kind as can be."""
+    """Return some mutations, one architecture per mutation, with as many architectures and kinds as possible."""
     single = [each | {"hosts": [host]} for each in mutations for host in each["hosts"]]
     random.Random(seed).shuffle(single)
     count: Counter[str] = Counter()
@@ -202,7 +202,9 @@ def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[
 
 
 def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> list[dict[str, Any]]:
-    """Return a row for each host of each mutation: kind, title, host, outcome, note; written to `log` as they come."""
+    """Return a row for each architecture of each mutation (kind, title, architecture, outcome, note), and write it to
+    `log`.
+    """
     worker = Path(__file__).with_name("mutant_worker.py")
     command = [sys.executable, "-W", "ignore", str(worker)]
     rows: list[dict[str, Any]] = []
@@ -229,7 +231,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]], key: str) -> str:
-    """Return counts of outcomes by host or by kind."""
+    """Return counts of outcomes by architecture or by kind."""
     counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _values(rows, key)}
     counts["all"] = Counter(row["outcome"] for row in rows)
     lines = [f"{key:14}" + "".join(f"{name[:9]:>10}" for name in OUTCOMES)]

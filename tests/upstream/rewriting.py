@@ -1,4 +1,4 @@
-"""Rewrites the source of transformers' modules: each mutation as a change of their syntax trees.
+"""Rewrite the source of modules of Transformers: each mutation is a change of a syntax tree.
 
 A mutation's "op" is a dictionary: "op", the name of a function here or in `rewriting_general`, its arguments, "host"
 where a host's modeling file is rewritten and "modules" where modules are that hosts share.
@@ -16,7 +16,7 @@ MOVED = "_moved_away"  # what the name of a module ends with that a class has mo
 
 
 def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
-    """Return the source of a module as a mutation has it; None where it leaves it alone."""
+    """Return the source of a module after a mutation, or None if the mutation does not change it."""
     op = mutation["op"]
     host = f"transformers.models.{op.get('host')}.modeling_{op.get('host')}"
     name = op["op"]
@@ -35,12 +35,12 @@ def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
 
 
 def home_of_moved(name: str) -> str:
-    """Return the file's module that a moved class's module is made from."""
+    """Return the module of the file from which the module of a moved class is made."""
     return name.removesuffix(MOVED)
 
 
 def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
-    """Return modules and all loaded ones that import them at their top, directly or through others."""
+    """Return some modules and all loaded modules that import them at their top, directly or indirectly."""
     imports = {name: _imported(name, module) for name, module in modules.items()}
     gone = {name for name in names if name in modules}
     while more := {name for name, found in imports.items() if found & gone} - gone:
@@ -76,7 +76,7 @@ def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
 
 
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
-    """Upstream's `@deprecate_kwarg("past_key_values", ..., new_name="cache")` leads to the new name, or goes."""
+    """Update Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")` to the new name, or remove it."""
     kept = []
     for each in function.decorator_list:
         target = [key for key in getattr(each, "keywords", []) if key.arg == "new_name"]
@@ -99,7 +99,7 @@ def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: 
 
 
 def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, **_: Any) -> None:
-    """Take a parameter away: nobody hands it over, the method goes on with its default."""
+    """Remove a parameter and its arguments, so that the method uses its default."""
     orders = {}
     for function in _functions(tree, names, method_name):
         arguments = function.args
@@ -121,7 +121,7 @@ def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: st
 def reorder(
     tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
 ) -> None:
-    """Swap two parameters; callers follow, and hand all over by their places where asked for."""
+    """Swap two parameters and their arguments; with `by_place` callers pass them by position."""
     for function in _functions(tree, names, method_name):
         before, found = parameters(function), function.args.args
         first, second = ([each.arg for each in found].index(name) for name in (old, new))
@@ -142,7 +142,7 @@ def reorder(
 
 
 def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
-    """Give a method one more argument that all callers hand over; where it is used, it multiplies what is read."""
+    """Add a required argument to a method and its calls; with `uses`, it multiplies what is read."""
     for function in _functions(tree, names, method_name):
         order = parameters(function)
         function.args.args.insert(2, ast.arg(new))
@@ -183,7 +183,7 @@ TUPLES = {
 
 
 def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str, **_: Any) -> None:
-    """Change what a method returns, and have its callers change it back."""
+    """Change the tuple that a method returns, and let its callers change it back."""
     found = list(calls(tree, set(names)))
     for function in _functions(tree, names, method_name):
         for node in ast.walk(function):
@@ -208,7 +208,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
 
 
 def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
-    """Rename an attribute of some classes' instances; `anywhere`: of whatever is no configuration."""
+    """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
     found = classes(tree)
     for name, node in found.items():
         mine = name in names or any(ast.unparse(base) in names for base in node.bases)
@@ -244,7 +244,7 @@ def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
-    """Have calls of the attention read half of the inputs' numbers: another meaning, the same names."""
+    """Let attention read half of the input's values: another meaning under the same names."""
     for name in names:
         text = (
             "def __call__(self, hidden_states, *args, **kwargs):\n"
@@ -255,7 +255,7 @@ def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
 
 
 def move_class(module: str, host: str, source: str, name: str) -> str | None:
-    """Move a class into a module of its own beside the host's file, which goes on to use it from there."""
+    """Move a class into a new module next to the modeling file, which imports it from there."""
     if module == host + MOVED:
         return source
     if module != host:

@@ -1,4 +1,4 @@
-"""The same for the modules that all hosts share: caches, masks, attention functions, generation, the base class."""
+"""Rewrite the modules that all architectures share: caches, masks, attention functions, generation, the base class."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def rewrite(op: dict[str, Any], module: str, source: str) -> str | None:
-    """Return a module's source as an op has it; None where it leaves it alone."""
+    """Return the source of a module after a mutation, or None if the mutation does not change it."""
     needle = op.get("needle", op.get("old"))
     if needle and not re.search(rf"\b{re.escape(needle)}\b", source):
         return None
@@ -20,7 +20,7 @@ def rewrite(op: dict[str, Any], module: str, source: str) -> str | None:
 
 
 def rename_identifier(tree: ast.Module, old: str, new: str, but_of: str = "", **_: Any) -> None:
-    """Rename a name wherever it stands: definitions, names, attributes, keywords, strings that are it."""
+    """Rename an identifier everywhere: definitions, names, attributes, keywords and equal strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and but_of and re.search(but_of, ast.unparse(node.value)):
             continue
@@ -32,7 +32,7 @@ def rename_identifier(tree: ast.Module, old: str, new: str, but_of: str = "", **
 
 
 def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
-    """Rename an attribute or a method of caches and their layers, known by what it is asked of."""
+    """Rename an attribute or a method of caches and their layers, wherever code reads it."""
     of_cache = re.compile(r"(cache|cache_key\]|past_key_values|layers\[.*\]|layer)$", re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.search(r"Cache|Layer(Mixin)?$", node.name):
@@ -46,7 +46,7 @@ def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def rename_of_attentions(tree: ast.Module, old: str, new: str, **_: Any) -> None:
-    """Rename an attribute that modules have and that attention functions ask for."""
+    """Rename an attribute of attention modules that attention functions read."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "module"):
             node.attr = new
@@ -80,7 +80,7 @@ def _called(tree: ast.Module, names: list[str]) -> Iterator[ast.Call]:
 def rename_argument(
     tree: ast.Module, functions: list[str], old: str, new: str, called: list[str] | None = None, **_: Any
 ) -> None:
-    """Rename a parameter of functions wherever they are defined, and the keyword wherever they are called."""
+    """Rename a parameter in all definitions of some functions, and the keyword in all their calls."""
     for function in _defined(tree, functions):
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id == old:
@@ -93,7 +93,7 @@ def rename_argument(
 
 
 def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old: str, **_: Any) -> None:
-    """Take a parameter away from functions and from their calls: its default is what there is."""
+    """Remove a parameter from functions and from their calls, so that its default is used."""
     for function in _defined(tree, functions):
         arguments = function.args
         names = [each.arg for each in arguments.args]
@@ -110,7 +110,7 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
 def require_argument(
     tree: ast.Module, functions: list[str], called: list[str], new: str, uses: str | None, **_: Any
 ) -> None:
-    """Give functions one more argument that callers hand over; where it is used, it multiplies a parameter."""
+    """Add a required argument to functions and their calls; where it is used, it multiplies a parameter."""
     for function in _defined(tree, functions):
         function.args.kwonlyargs.append(ast.arg(new))
         function.args.kw_defaults.append(None)
@@ -121,7 +121,7 @@ def require_argument(
 
 
 def swap_arguments(tree: ast.Module, functions: list[str], called: list[str], old: str, new: str, **_: Any) -> None:
-    """Swap two parameters that calls hand over by their places."""
+    """Swap two parameters that calls pass by position."""
     places = None
     for function in _defined(tree, functions):
         names = [each.arg for each in function.args.args]
@@ -139,7 +139,7 @@ def _swap(items: list[Any], first: int, second: int) -> None:
 
 
 def invert_masks(tree: ast.Module, **_: Any) -> None:
-    """Have masks say what is not read: mask functions and attention functions invert them."""
+    """Let masks mark the positions that are not read: mask functions and attention functions invert them."""
     text = "def _inverted(mask):\n    return mask if mask is None or mask.dtype != torch.bool else ~mask\n"
     for function in list(_defined(tree, ["sdpa_mask"])):
         for node in ast.walk(function):

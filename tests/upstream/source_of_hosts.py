@@ -1,4 +1,4 @@
-"""What upstream's modeling files hold, read from their source: classes by role, who holds them and who calls them."""
+"""Read Transformers' modeling files as syntax trees: classes by role, and the classes that hold and call them."""
 
 import ast
 import importlib.util
@@ -11,13 +11,13 @@ HOSTS = "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta d
 
 
 def folder() -> Path:
-    """Return the folder of the installed transformers, without importing it."""
+    """Return the folder of the installed Transformers, without importing it."""
     return Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
 
 
 @cache
 def tree_of(host: str) -> ast.Module:
-    """Return the syntax tree of a host's modeling file."""
+    """Return the syntax tree of an architecture's modeling file."""
     return ast.parse((folder() / "models" / host / f"modeling_{host}.py").read_text(encoding="utf-8"))
 
 
@@ -27,12 +27,12 @@ def classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def method(found: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    """Return a class's own method."""
+    """Return a method that a class itself defines."""
     return next((each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == name), None)
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Return the names of a method's parameters but `self` and the starred ones."""
+    """Return the names of a method's parameters except `self` and the starred ones."""
     arguments = function.args
     return [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:] + [
         each.arg for each in arguments.kwonlyargs
@@ -59,7 +59,7 @@ def role(tree: ast.Module, name: str) -> list[str]:
 
 
 def holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
-    """Return, for each class, the attributes of `self` that hold an instance of some classes, or a list of them."""
+    """Return for each class the attributes of `self` that hold instances of some classes, or lists of them."""
     found: dict[str, set[str]] = {}
     for name, node in classes(tree).items():
         local: set[str] = set()
@@ -92,7 +92,7 @@ def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
 
 @cache
 def calls_in(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
-    """Return the same of a tree that stays as it is."""
+    """Return the calls of a tree that does not change, from a cache."""
     return tuple(calls(tree, set(names)))
 
 

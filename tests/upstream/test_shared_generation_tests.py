@@ -1,4 +1,4 @@
-"""What transformers' shared tests ask of models that generate."""
+"""Apply the ideas of Transformers' shared generation tests to our models."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def shapes(value):
 @pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @EVERY_WRITER
-def test_all_that_generate_returns_has_upstreams_shapes(host, head, search):
-    """`_check_generate_outputs`: beams share what the encoder made, and say so in no shape."""
+def test_generate_returns_the_shapes_of_transformers(host, head, search):
+    """Check `_check_generate_outputs`, although beams share the encoder outputs inside."""
     found = []
     for model in (host.upstream_model(head), make(host, head, "gqa")):
         model.set_attn_implementation("eager")
@@ -57,8 +57,10 @@ def test_all_that_generate_returns_has_upstreams_shapes(host, head, search):
 
 @EVERY_VARIANT
 @pytest.mark.parametrize(("host", "head"), ALONE, ids=[head for _, head in ALONE])
-def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant):
-    """`test_generate_continue_from_past_key_values`; a pair of stacks reads its own text anew, in upstream's too."""
+def test_generation_continues_with_a_returned_cache(host, head, variant):
+    """Check `test_generate_continue_from_past_key_values`; encoder-decoders encode the source again, as in
+    Transformers.
+    """
     model, ids = make(host, head, variant), inputs_of(host, head)["input_ids"]
     options = {"do_sample": False, "return_dict_in_generate": True}
 
@@ -77,8 +79,8 @@ def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant)
 @pytest.mark.thorough
 @EVERY_VARIANT
 @WITH_DECODERS
-def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):
-    """`test_generate_with_static_cache`, with beams too."""
+def test_static_cache_generates_the_tokens_of_a_dynamic_cache(host, head, variant):
+    """Check `test_generate_with_static_cache`, also with beams."""
     model, inputs = make(host, head, variant), inputs_of(host, head)
     for search in ("greedy", "beams"):
         options = SEARCHES[search] | STEPS
@@ -87,8 +89,8 @@ def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):
 
 
 @WITH_DECODERS
-def test_a_cache_by_its_former_name(host, head):
-    """`test_bc_cache_name_forward`, of transformers with two names."""
+def test_cache_argument_accepts_its_former_name(host, head):
+    """Check `test_bc_cache_name_forward` with a Transformers that knows both names."""
     if cache_name() == "past_key_values":
         pytest.skip("it has its first name")
     model, inputs = make(host, head, "gqa"), host.batch(head)
@@ -111,8 +113,8 @@ def test_a_cache_by_its_former_name(host, head):
 
 @EVERY_VARIANT
 @WITH_DECODERS
-def test_guessed_tokens_change_nothing(host, head, variant):
-    """`test_assisted_decoding_matches_greedy_search`, and tokens guessed from the prompt; of one text."""
+def test_assisted_decoding_matches_greedy_search(host, head, variant):
+    """Check `test_assisted_decoding_matches_greedy_search`, and prompt lookup, for one text."""
     model = make(host, head, variant)
     inputs = {name: value[:1] for name, value in inputs_of(host, head).items()}
     expected = model.generate(**inputs, **SEARCHES["greedy"], **STEPS)

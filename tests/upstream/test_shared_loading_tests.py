@@ -1,4 +1,4 @@
-"""What transformers' shared tests ask of weights that are loaded in part, elsewhere or in another precision."""
+"""Apply the ideas of Transformers' shared tests of loading weights: partial, on other devices, in other precisions."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def base_class(host):
 
 @pytest.mark.thorough
 @HEADED
-def test_a_base_models_weights_fill_a_head(host, head, tmp_path):
-    """`test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model of a head's."""
+def test_head_loads_the_weights_of_a_base_model(host, head, tmp_path):
+    """Check `test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model from a head."""
     whole = make(host, head, "latent")
     prefix = f"{whole.base_model_prefix}."
     whole.save_pretrained(tmp_path)
@@ -39,8 +39,8 @@ def test_a_base_models_weights_fill_a_head(host, head, tmp_path):
 
 
 @EVERY_HOST
-def test_shapes_that_do_not_fit_are_refused_or_drawn(host, tmp_path):
-    """`test_load_with_mismatched_shapes`, `test_can_load_ignoring_mismatched_shapes`."""
+def test_mismatched_shapes_raise_an_error_or_are_initialized(host, tmp_path):
+    """Check `test_load_with_mismatched_shapes` and `test_can_load_ignoring_mismatched_shapes`."""
     head = next(name for name in host.heads if "Classification" in name or "Conditional" in name or "MTModel" in name)
     model = fresh(host, head, "gqa")
     name, shape = max(model.state_dict().items(), key=lambda item: (item[1].dim() == 2, item[1].numel()))
@@ -59,8 +59,8 @@ def test_shapes_that_do_not_fit_are_refused_or_drawn(host, tmp_path):
 
 @EVERY_HOST
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 4}, {"attention_kernel": "favor"}, {}], ids=str)
-def test_every_tensor_is_a_parameter_or_a_buffer(host, fields):
-    """`test_all_tensors_are_parameter_or_buffer`: a model without memory is given some, and runs."""
+def test_all_tensors_are_parameters_or_buffers(host, fields):
+    """Check `test_all_tensors_are_parameter_or_buffer`: a model on the meta device runs after `to_empty`."""
     if "attention_kernel" in fields and host.name in ("t5", "umt5"):
         fields = fields | {"position_embedding_type": "sinusoidal"}
     head = next(iter(host.heads))
@@ -73,8 +73,8 @@ def test_every_tensor_is_a_parameter_or_a_buffer(host, fields):
 
 
 @EVERY_HOST
-def test_it_loads_where_a_device_is_set(host, tmp_path):
-    """`test_can_load_with_device_context_manager`, `test_cannot_load_with_meta_device_context_manager`."""
+def test_loading_works_under_a_device_context(host, tmp_path):
+    """Check `test_can_load_with_device_context_manager` and `test_cannot_load_with_meta_device_context_manager`."""
     head = next(iter(host.heads))
     model = fresh(host, head, "latent")
     model.save_pretrained(tmp_path)
@@ -87,8 +87,8 @@ def test_it_loads_where_a_device_is_set(host, tmp_path):
 @pytest.mark.thorough
 @EVERY_HOST
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_stays_in_float32_is_what_stays_in_upstreams(host, dtype, tmp_path):
-    """`test_keep_in_fp32_modules`."""
+def test_float32_modules_match_transformers(host, dtype, tmp_path):
+    """Check `test_keep_in_fp32_modules`."""
     head = next(iter(host.heads))
     model, upstream = fresh(host, head, "gqa"), host.upstream_model(head)
     kinds = []
@@ -100,8 +100,8 @@ def test_what_stays_in_float32_is_what_stays_in_upstreams(host, dtype, tmp_path)
 
 
 @EVERY_HOST
-def test_a_configuration_needs_no_tokens(host):
-    """`test_model_forward_default_config_values`."""
+def test_configuration_without_special_tokens_builds_a_model(host):
+    """Check `test_model_forward_default_config_values`."""
     head = next(iter(host.heads))
     given = host.config(head=head, **fields_of(host, "gqa")).to_diff_dict()
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "tie_word_embeddings", "auto_map"):
@@ -115,8 +115,8 @@ def test_a_configuration_needs_no_tokens(host):
 
 
 @EVERY_HOST
-def test_an_attention_that_is_not_there_changes_nothing(host):
-    """`test_can_set_attention_dynamically`."""
+def test_unavailable_attention_implementation_changes_nothing(host):
+    """Check `test_can_set_attention_dynamically`."""
     head = next(iter(host.heads))
     model = make(host, head, "gqa")
     with torch.no_grad():
@@ -128,8 +128,8 @@ def test_an_attention_that_is_not_there_changes_nothing(host):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", [row for row in HOSTS if row.name not in ("t5", "umt5")], ids=lambda row: row.name)
-def test_untied_words_are_saved_and_loaded(host, tmp_path):
-    """`test_load_save_without_tied_weights`; transformers ties T5's always."""
+def test_untied_embeddings_are_saved_and_loaded(host, tmp_path):
+    """Check `test_load_save_without_tied_weights`; Transformers always ties those of T5."""
     for head in list(host.heads)[:3]:
         torch.manual_seed(0)
         config = host.config(head=head, **fields_of(host, "gqa"), tie_word_embeddings=False)

@@ -1,4 +1,4 @@
-"""What transformers' own shared model tests ask of every model: of ours, each host with grouped heads and latents.
+"""Apply the ideas of Transformers' shared model tests to each architecture with grouped heads and with latents.
 
 Those tests are not part of the installed package; these are their ideas, as far as the tests in `modeling/` and
 `integration/` do not have them for every host.
@@ -36,7 +36,7 @@ import hf_attn_variants
 @pytest.mark.thorough
 @EVERY_HEAD
 def test_training_gives_every_parameter_a_gradient(host, head):
-    """Upstream's `test_training`, with checkpointed layers too (`test_training_gradient_checkpointing`)."""
+    """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
     batch, found = host.batch(head, labels=True), []
     model = make(host, head, "latent", **without_dropout(host)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
@@ -63,7 +63,7 @@ def test_training_gives_every_parameter_a_gradient(host, head):
 
 @pytest.fixture
 def seeded_draws(monkeypatch):
-    """Each weight is drawn from the same seed, in whatever order they come: `seeded_weight_init`."""
+    """Draw each weight from the same seed, in any order (`seeded_weight_init`)."""
 
     def seeded(function):
         def draw(*args, **kwargs):
@@ -79,8 +79,8 @@ def seeded_draws(monkeypatch):
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_every_missing_weight_is_initialised(host, head, seeded_draws):
-    """Upstream's `test_can_init_all_missing_weights`: of an empty checkpoint, what a new model is drawn as."""
+def test_missing_weights_are_initialized_like_a_new_model(host, head, seeded_draws):
+    """Check `test_can_init_all_missing_weights` with an empty checkpoint."""
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     config = host.config(head=head, **fields_of(host, "latent"))
     new = model_class(config)
@@ -93,8 +93,8 @@ def test_every_missing_weight_is_initialised(host, head, seeded_draws):
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_saved_and_loaded_it_is_the_same_model(host, head, tmp_path):
-    """`test_save_load`, `_keys_to_ignore_on_save`, `test_tied_weights_keys`, in several files."""
+def test_save_and_load_keeps_the_model(host, head, tmp_path):
+    """Check `test_save_load`, `_keys_to_ignore_on_save` and `test_tied_weights_keys`, in several files."""
     model = fresh(host, head, "gqa")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -114,7 +114,7 @@ def test_saved_and_loaded_it_is_the_same_model(host, head, tmp_path):
 @EVERY_HOST
 @EVERY_VARIANT
 def test_eager_equals_sdpa(host, variant):
-    """`test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
+    """Check `test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
     head = next(iter(host.heads))
     model, batch = make(host, head, variant), host.batch(head)
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
@@ -133,8 +133,8 @@ def test_eager_equals_sdpa(host, variant):
 
 @EVERY_HOST
 @EVERY_VARIANT
-def test_a_row_alone_is_what_it_is_in_a_batch(host, variant):
-    """`test_batching_equivalence`."""
+def test_batched_row_equals_the_single_row(host, variant):
+    """Check `test_batching_equivalence`."""
     head = next(iter(host.heads))
     model, batch = make(host, head, variant), host.batch(head)
     with torch.no_grad():
@@ -146,8 +146,8 @@ def test_a_row_alone_is_what_it_is_in_a_batch(host, variant):
 
 @EVERY_HOST
 @EVERY_VARIANT
-def test_shapes_of_hidden_states_and_attentions(host, variant):
-    """`test_hidden_states_output`, `test_attention_outputs`, `test_model_outputs_equivalence`."""
+def test_hidden_states_and_attentions_have_the_expected_shapes(host, variant):
+    """Check `test_hidden_states_output`, `test_attention_outputs` and `test_model_outputs_equivalence`."""
     head = next(iter(host.heads))
     model, batch = make(host, head, variant), host.batch(head)
     upstream = host.upstream_model(head)
@@ -167,8 +167,8 @@ def test_shapes_of_hidden_states_and_attentions(host, variant):
 
 
 @pytest.mark.parametrize("host", TEXT_HOSTS, ids=lambda row: row.name)
-def test_embedded_inputs_give_what_their_ids_give(host):
-    """`test_inputs_embeds_matches_input_ids`."""
+def test_inputs_embeds_equal_input_ids(host):
+    """Check `test_inputs_embeds_matches_input_ids`."""
     head = next(iter(host.heads))
     model = make(host, head, "latent")
     ids = token_ids()
@@ -180,8 +180,8 @@ def test_embedded_inputs_give_what_their_ids_give(host):
 
 @GENERATES
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generation_from_embedded_inputs_and_what_it_returns(host, beams):
-    """`test_generate_from_inputs_embeds`, and the shapes that `generate` returns, greedily and by beams."""
+def test_generation_from_inputs_embeds_returns_the_expected_shapes(host, beams):
+    """Check `test_generate_from_inputs_embeds` and the shapes of `generate`, greedily and with beams."""
     model = make(host, second_head(host), "latent")
     model.set_attn_implementation("eager")
     ids, steps = token_ids(), 4
@@ -204,8 +204,8 @@ def test_generation_from_embedded_inputs_and_what_it_returns(host, beams):
 
 
 @pytest.mark.parametrize("host", [row for row in TEXT_HOSTS if row not in PAIRS], ids=lambda row: row.name)
-def test_feed_forward_layers_in_chunks(host):
-    """`test_feed_forward_chunking`."""
+def test_feed_forward_chunking_changes_no_output(host):
+    """Check `test_feed_forward_chunking`."""
     head = next(iter(host.heads))
     whole, chunked = (make(host, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
@@ -213,8 +213,8 @@ def test_feed_forward_layers_in_chunks(host):
 
 
 @EVERY_HEAD
-def test_embeddings_are_resized_and_stay_tied(host, head):
-    """`test_resize_tokens_embeddings`, `test_resize_embeddings_untied`, `test_model_get_set_embeddings`."""
+def test_resized_embeddings_stay_tied(host, head):
+    """Check `test_resize_tokens_embeddings`, `test_resize_embeddings_untied` and `test_model_get_set_embeddings`."""
     model = make(host, head, "gqa")
     if model.get_input_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
         pytest.skip("it reads no words")
@@ -239,23 +239,23 @@ def test_embeddings_are_resized_and_stay_tied(host, head):
 
 
 def whole_layers(model):
-    """The paths of the modules that a device map keeps whole, the outermost ones."""
+    """Return the outermost modules that a device map does not split."""
     names = set(model._no_split_modules or ())
     found = [path for path, module in model.named_modules() if type(module).__name__ in names]
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
 
 @EVERY_HOST
-def test_what_must_not_be_split_is_there(host):
-    """`test_model_parallelism`: the layers that a device map keeps whole are found by the names of our classes."""
+def test_no_split_modules_are_found(host):
+    """Check `test_model_parallelism`: the names of our classes select the layers that a device map keeps whole."""
     head = next(iter(host.heads))
     model, upstream = make(host, head, "gqa"), host.upstream_model(head)
     assert whole_layers(model) == whole_layers(upstream)
 
 
 @pytest.mark.parametrize("host", HOSTS[:3] + HOSTS[6:7], ids=lambda row: row.name)
-def test_weights_left_on_the_disk(host, tmp_path):
-    """`test_disk_offload_safetensors`: a layer is read when it is run."""
+def test_weights_are_offloaded_to_the_disk(host, tmp_path):
+    """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
     head = next(iter(host.heads))
     model, batch = fresh(host, head, "latent"), host.batch(head)
     model.save_pretrained(tmp_path / "model")
@@ -274,8 +274,8 @@ def test_weights_left_on_the_disk(host, tmp_path):
         assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
 
 
-def test_the_installed_package_ships_no_shared_tests():
-    """Should it ever, they are to be subclassed in place of these."""
+def test_installed_transformers_has_no_shared_tests():
+    """Check that Transformers still ships no shared tests; if it did, these tests should inherit from them."""
     import importlib.util
 
     assert importlib.util.find_spec("transformers.test_modeling_common") is None

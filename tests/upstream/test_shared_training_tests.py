@@ -1,4 +1,4 @@
-"""What transformers' shared tests ask of losses and gradients."""
+"""Apply the ideas of Transformers' shared tests of losses and gradients to our models."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ PROBLEMS = {
 
 @EVERY_HOST
 @EVERY_VARIANT
-def test_gradients_reach_what_is_returned(host, variant):
-    """`test_retain_grad_hidden_states_attentions`: states and weights that are returned are those that are used."""
+def test_gradients_reach_returned_states_and_weights(host, variant):
+    """Check `test_retain_grad_hidden_states_attentions`: the returned states and weights are the ones that are used."""
     head = next(iter(host.heads))
     model = make(host, head, variant)
     model.set_attn_implementation("eager")
@@ -45,8 +45,8 @@ def test_gradients_reach_what_is_returned(host, variant):
 
 
 @EVERY_HOST
-def test_embeddings_pass_gradients_on(host):
-    """`test_enable_input_require_grads`, with checkpointed layers too: adapters of a frozen model need them."""
+def test_embeddings_pass_gradients_to_adapters(host):
+    """Check `test_enable_input_require_grads`, also with checkpointed layers, as adapters of a frozen model need it."""
     head = next(iter(host.heads))
     model = make(host, head, "gqa", **without_dropout(host))
     if not model.supports_gradient_checkpointing:
@@ -69,8 +69,8 @@ def test_embeddings_pass_gradients_on(host):
 
 @CLASSIFIERS
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_losses_of_each_problem_are_upstreams(host, head, problem):
-    """`test_problem_types`."""
+def test_losses_equal_transformers_for_each_problem_type(host, head, problem):
+    """Check `test_problem_types`."""
     size, labels = PROBLEMS[problem]
     upstream = host.upstream_model(head, num_labels=size, problem_type=problem)
     model = host.model(head, num_labels=size, problem_type=problem)
@@ -81,8 +81,8 @@ def test_losses_of_each_problem_are_upstreams(host, head, problem):
 
 
 @GENERATES
-def test_a_pair_of_stacks_shifts_its_labels_once(host):
-    """`test_encoder_decoder_loss_no_double_shift`."""
+def test_encoder_decoder_shifts_labels_once(host):
+    """Check `test_encoder_decoder_loss_no_double_shift`."""
     head = second_head(host)
     batch = host.batch(head, labels=True)
     with torch.no_grad():
@@ -92,16 +92,18 @@ def test_a_pair_of_stacks_shifts_its_labels_once(host):
 
 
 @WRITES_ALONE
-def test_labels_that_are_shifted_already_are_refused(host, head):
-    """`test_causal_lm_loss_honors_shift_labels` is of texts cut among processes, which ours does not join."""
+def test_shift_labels_raise_an_error(host, head):
+    """Check that `shift_labels` of `test_causal_lm_loss_honors_shift_labels` raises an error, because it is not
+    supported.
+    """
     batch = {name: token_ids() for name in ("input_ids", "labels", "shift_labels")}
     with pytest.raises(ValueError, match="`shift_labels`"):
         make(host, head, "gqa")(**batch)
 
 
 @EVERY_HOST
-def test_states_of_some_layers(host):
-    """`test_can_capture_specific_layers_hidden_states`, of transformers that can."""
+def test_hidden_states_of_selected_layers_are_returned(host):
+    """Check `test_can_capture_specific_layers_hidden_states` if Transformers supports it."""
     head = next(iter(host.heads))
     model, upstream = make(host, head, "latent"), host.upstream_model(head)
     batch = host.batch(head)
