@@ -202,7 +202,7 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
 
 
 def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
-    """Check that pairs of mechanisms are rejected only by the table; checks of one architecture may stay in its file."""
+    """Check that only the table rejects pairs of mechanisms; checks of one architecture stay in its file."""
     found = {
         path.name
         for path in MODULES.values()

@@ -132,7 +132,7 @@ def test_workflows_call_existing_make_targets():
 
 
 def test_package_description_has_no_broken_links(built):
-    """Check the description for a package index: it cannot use relative links, and the repository has no address yet."""
+    """Check the links of the description: an index has no relative links, and the repository has no address."""
     assert built.metadata.get_all("Project-URL") is None
     description = built.metadata.get_payload(decode=True).decode()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Models whose attention has a kernel in a softmax's place, in every architecture and stack."""
+"""Check models with linear attention, in every architecture, encoder and decoder."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def attentions(model):
 
 
 def by_weights(model, **inputs):
-    """The first outputs where the weights are made, and those."""
+    """Return the first outputs of an attention that computes its weights, and these weights."""
     with torch.no_grad():
         result = model(**inputs, output_attentions=True)
     return result[0], result
@@ -46,7 +46,7 @@ def by_weights(model, **inputs):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
-def test_an_encoder_reads_by_its_kernel(architecture, kernel):
+def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
     head = next(iter(architecture.heads))
     model, plain = (architecture.model(head, "gqa", attention_kernel=name) for name in (kernel, None))
     batch = architecture.batch(head)
@@ -72,7 +72,7 @@ def test_an_encoder_reads_by_its_kernel(architecture, kernel):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("stack", ["encoder", "decoder", "cross"])
-def test_each_stack_has_its_own(kernel, stack):
+def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack):
     field = "attention_kernel" if stack == "decoder" else f"{stack}_attention_kernel"
     for architecture in (*BART_FAMILY, *((T5, ENCODER_DECODERS[-1]) if stack == "cross" else ())):
         head = next(iter(architecture.heads))
@@ -93,7 +93,7 @@ def changed_sites(model):
             yield site.name, path
 
 
-def test_whisper_hears_by_kernels():
+def test_whisper_supports_kernels():
     fields = {"attention_kernel": "elu", "encoder_attention_kernel": "hedgehog", "cross_attention_kernel": "favor"}
     model = WHISPER.model("WhisperModel", "gqa", **fields)
     batch = WHISPER.batch("WhisperModel")
@@ -113,8 +113,8 @@ DECODERS = {
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
-def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
-    """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
+def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields, kernel):
+    """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
     batch, sizes = decoder_batch(architecture, head), set()
 
@@ -132,7 +132,7 @@ def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
 
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
-def test_generation_with_states_is_that_without(architecture, head, fields, search):
+def test_kernel_generation_is_the_same_with_and_without_states(architecture, head, fields, search):
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
     if architecture is WHISPER:
         pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
@@ -143,8 +143,8 @@ def test_generation_with_states_is_that_without(architecture, head, fields, sear
     assert found[0].equal(found[1])
 
 
-def test_a_memory_is_summed_once(monkeypatch):
-    """And again with another mask or other keys."""
+def test_encoder_outputs_are_summed_once(monkeypatch):
+    """Check that the sums are computed again for another mask or other keys."""
     model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
     calls, sums = [], kernel_interface.attend_by_kernel
     monkeypatch.setattr(kernel_interface, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
@@ -161,7 +161,7 @@ def test_a_memory_is_summed_once(monkeypatch):
     assert len(calls) == 4
 
 
-def test_states_are_reordered_repeated_and_selected():
+def test_kernel_states_can_be_reordered_repeated_and_selected():
     model = BART.model("BartForCausalLM", attention_kernel="favor")
     ids = token_ids(3, 6)
     order = torch.tensor([2, 2, 0])
@@ -183,7 +183,7 @@ def test_states_are_reordered_repeated_and_selected():
         torch.testing.assert_close(again, model(ids, use_cache=False).logits, atol=1e-5, rtol=0)
 
 
-def test_what_a_state_cannot_do_is_refused():
+def test_unsupported_operations_on_kernel_states_raise_an_error():
     model = BART.model("BartForCausalLM", attention_kernel="elu")
     ids = token_ids(1, 4)
     cache = cache_of(model(ids, use_cache=True))
@@ -203,7 +203,7 @@ def test_what_a_state_cannot_do_is_refused():
 
 @pytest.mark.parametrize("architecture", [BERT, BART], **NAMED)
 @EVERY_KERNEL
-def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, kernel):
+def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
     n = 600
     fields = {"attention_kernel": kernel}
     if architecture is BART:
@@ -219,8 +219,8 @@ def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, ke
 
 
 @EVERY_KERNEL
-def test_saved_models_and_plain_checkpoints(kernel, tmp_path):
-    """Vectors are saved, drawn by the seed where there are none, each attention its own; maps begin as they ought."""
+def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
+    """Check that vectors are saved, and drawn by the seed per attention if a checkpoint lacks them."""
     config = BERT.config("gqa", attention_kernel=kernel)
     torch.manual_seed(0)
     model = hf_attn_variants.AttnVariantBertModel(config).eval()
@@ -245,7 +245,7 @@ def test_saved_models_and_plain_checkpoints(kernel, tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])
-def test_loading_drops_nothing_learned(kernel, tmp_path):
+def test_loading_with_another_kernel_keeps_learned_parameters(kernel, tmp_path):
     BERT.model("BertModel", attention_kernel=kernel).save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     for fields, message in (
@@ -261,7 +261,7 @@ def test_loading_drops_nothing_learned(kernel, tmp_path):
 
 
 @EVERY_KERNEL
-def test_every_parameter_learns(kernel):
+def test_every_kernel_parameter_gets_a_gradient(kernel):
     model = BART.model(
         "BartForConditionalGeneration",
         "gqa",
@@ -283,7 +283,7 @@ def test_every_parameter_learns(kernel):
 
 
 @EVERY_KERNEL
-def test_a_t5_with_sinusoids_generates_as_it_computes(kernel):
+def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel):
     fields = {"position_embedding_type": "sinusoidal", "attention_kernel": kernel, "encoder_attention_kernel": kernel}
     model, batch = T5.model("T5ForConditionalGeneration", "gqa", **fields), T5.batch("T5ForConditionalGeneration")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -296,6 +296,6 @@ def test_a_t5_with_sinusoids_generates_as_it_computes(kernel):
             assert torch.equal(kept, anew)
 
 
-def test_other_implementations_are_refused():
+def test_kernels_with_other_implementations_raise_an_error():
     with pytest.raises(ValueError, match="attention_kernel"):
         BERT.model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")

@@ -1,4 +1,5 @@
-"""Patterns of blocks: the formula's keys, under one mask and in blocks of queries, alone and in every host."""
+"""Check patterns of blocks: the keys of the formula, as a mask and in blocks, in functions and in every architecture.
+"""
 
 from functools import partial
 
@@ -68,7 +69,7 @@ def fields_of(name, prefix=""):
 
 
 def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
-    """The formula's mask, [1 or h, n, n]."""
+    """Return the mask of the formula, [1 or h, n, n]."""
     formulas = [partial(keys, causal=causal) for keys in PATTERNS[name][1]]
     if name == "random_blocks":
         formulas = [partial(keys, layer=layer) for keys in formulas]
@@ -87,7 +88,7 @@ def pattern_of(name, causal, layer=0, **fields):
 @EVERY_PATTERN
 @BOTH_WAYS
 @pytest.mark.parametrize("n", [1, 4, 23])
-def test_the_keys_are_the_formulas(name, causal, n):
+def test_pattern_keys_equal_the_formula(name, causal, n):
     places = torch.arange(n)
     for layer, global_tokens in ((0, 0), (3, 0 if causal else 2)):
         pattern = pattern_of(name, causal, layer, num_global_tokens=global_tokens)
@@ -101,7 +102,7 @@ def test_the_keys_are_the_formulas(name, causal, n):
 
 @EVERY_PATTERN
 @BOTH_WAYS
-def test_the_keys_are_counted(name, causal):
+def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
     pattern = pattern_of(name, causal)
     in_the_midst = pattern.allowed(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
@@ -143,7 +144,7 @@ def compare(found, expected, leaves, exact):
 @EVERY_PATTERN
 @BOTH_WAYS
 @pytest.mark.parametrize("groups, biased", [(4, False), (1, True)])
-def test_one_mask_and_blocks_are_the_formula(name, causal, groups, biased, short_blocks):
+def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, groups, biased, short_blocks):
     leaves, padding = make_call(23, groups, biased)
     expected, exact = by_formula(leaves, mask_of(name, 23, causal), padding)
     pattern, mask, bias = pattern_of(name, causal), padding[:, None, None], leaves[3] if biased else None
@@ -155,7 +156,7 @@ def test_one_mask_and_blocks_are_the_formula(name, causal, groups, biased, short
 
 @EVERY_PATTERN
 @pytest.mark.parametrize("queries", [2, 5, 17])
-def test_queries_behind_a_cache(name, queries, short_blocks):
+def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, short_blocks):
     leaves, padding = make_call(23)
     expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
     states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
@@ -164,7 +165,7 @@ def test_queries_behind_a_cache(name, queries, short_blocks):
     torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
-def test_blocks_drop_the_same_weights_in_the_backward_pass(short_blocks):
+def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
     leaves, padding = make_call(24, biased=False)
     attend = partial(fused_attention, scaling=0.4, dropout=0.25)
     torch.manual_seed(1)
@@ -173,7 +174,7 @@ def test_blocks_drop_the_same_weights_in_the_backward_pass(short_blocks):
     torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
 
 
-def test_no_tensor_of_the_blocks_grows_with_the_square_of_the_length():
+def test_pattern_blocks_allocate_no_quadratic_tensor():
     sizes = []
     for n in (1024, 2048):
         leaves, padding = make_call(n)
@@ -214,7 +215,7 @@ HOST_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in HOSTS]
 
 
 @pytest.mark.parametrize("architecture, variant, name", HOSTS, ids=HOST_IDS)
-def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, name, short_blocks):
+def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
     models = [architecture.model(head, variant, **fields) for fields in (fields_of(name, prefix), {})]
@@ -225,7 +226,7 @@ def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, varia
         same_under_mask(*stacks, inputs, padding(), mask_of(name, LENGTH, False, heads)[None])
 
 
-def test_random_blocks_differ_by_layer_and_seed(short_blocks):
+def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     ids = token_ids(2, LENGTH)
     model = BERT.model("BertModel", **fields_of("random_blocks"), num_global_tokens=1, attn_implementation="eager")
     with torch.no_grad():
@@ -244,7 +245,7 @@ def test_random_blocks_differ_by_layer_and_seed(short_blocks):
     [(BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")],
     ids=["bert", "t5"],
 )
-def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, head, name, short_blocks):
+def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, short_blocks):
     model = architecture.model(head, "gqa", **fields_of(name))
     batch = architecture.batch(head)
     ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
@@ -266,7 +267,7 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
         torch.testing.assert_close(later[:, :-1][read[:, :-1]], whole[:, :-1][read[:, :-1]])
 
 
-def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
+def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch):
     from hf_attn_variants.modeling.ops import window_blocks as module
 
     said = []
@@ -281,7 +282,7 @@ def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
     assert "attention_pattern='local_blocks' as a mask of 2060 x 2060 numbers" in said[0]
 
 
-def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
+def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
     plain = BERT.model("BertModel")
     made = convert(plain, **fields_of("random_blocks")).eval()
     made.save_pretrained(tmp_path)
@@ -291,7 +292,7 @@ def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
         assert again(ids)[0].equal(made(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
 
 
-def test_keys_before_an_encoders_queries_are_refused(short_blocks):
+def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
     pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
     assert not scattered_attention.gathers(pattern, query, key, None)
     assert scattered_attention.gathers(pattern, key, key, None)
@@ -299,6 +300,6 @@ def test_keys_before_an_encoders_queries_are_refused(short_blocks):
         as_full_attention(pattern, query, key, None, None)
 
 
-def test_every_architecture_takes_a_pattern():
+def test_every_architecture_supports_block_patterns():
     for architecture in (*ARCHITECTURES, *RELATIVES):
         assert architecture.config("mha", **fields_of("fixed")).attention_pattern == "fixed"

@@ -1,4 +1,4 @@
-"""Which mechanisms go together: every pair is refused in the words of its row, or makes a model that computes."""
+"""Check every pair of mechanisms: a row of the table rejects it, or it makes a model that computes outputs."""
 
 from itertools import combinations
 
@@ -29,7 +29,7 @@ LINFORMER_NEEDS_POSITIONS = {"linformer", SinusoidalPositions.name}
 
 
 def samples():
-    """The fields that ask for each mechanism, and the classes that these are of."""
+    """Return fields that select each mechanism, and the class of the mechanism."""
     found = {
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
@@ -52,8 +52,8 @@ SAMPLES = samples()
 ALONE = [name for name in SAMPLES if name != OF_T5]
 
 
-def refusals(*classes):
-    """The rows that are of two of these classes."""
+def conflicts(*classes):
+    """Return the rows of the table for two of these classes."""
     return [
         row
         for row in REFUSED
@@ -71,8 +71,8 @@ def pairs():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields, classes", list(pairs()))
-def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
-    rows = refusals(*classes)
+def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, classes):
+    rows = conflicts(*classes)
     if not rows:
         model = hf_attn_variants.AttnVariantBertModel(BERT.config(num_hidden_layers=1, **fields)).eval()
         with torch.no_grad():
@@ -89,18 +89,18 @@ def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
     assert str(error.value) in said
 
 
-def test_every_row_is_of_mechanisms_and_is_tried_here():
+def test_every_composition_row_is_tested():
     of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
     tried = {
         (row.one, row.other)
         for one, other in combinations(ALONE, 2)
-        for row in refusals(*SAMPLES[one][1], *SAMPLES[other][1])
+        for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
     }
     assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
     assert all(issubclass(each, Mechanism) for row in REFUSED for each in row[:2])
 
 
-def test_a_mechanism_says_where_it_is_asked_for():
+def test_mechanism_reports_its_place_in_the_configuration():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
     assert [TalkingHeads.requested_in(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [
         None
@@ -131,7 +131,7 @@ def test_every_mechanism_has_a_name_and_a_paper():
         ({"score_function": "additive"}, "score=AdditiveScore()"),
     ],
 )
-def test_a_printed_model_shows_what_its_attention_is(fields, shown):
+def test_printed_model_shows_the_variant_of_each_attention(fields, shown):
     config = hf_attn_variants.AttnVariantBertConfig(
         vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16, **fields
     )

@@ -1,4 +1,4 @@
-"""Stacks of unequal depth: upstream's caches of a T5 with a deeper decoder have too few layers to generate."""
+"""Check encoder-decoders of unequal depth: the caches of Transformers have too few layers for a deeper T5 decoder."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def source_of(host):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.cross_product
-def test_a_deeper_decoder_generates_what_it_generates_without_a_cache(host, variant, search):
+def test_deeper_decoder_generates_the_same_with_and_without_a_cache(host, variant, search):
     if "static" in search and variant in ("elu", "hybrid"):
         pytest.skip("a kernel's sums have no static cache")
     model, options = model_of(host, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
@@ -70,7 +70,7 @@ def test_a_deeper_decoder_generates_what_it_generates_without_a_cache(host, vari
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 @pytest.mark.parametrize("depths", [(1, 3), (3, 1)], ids=str)
 @pytest.mark.parametrize("host", ["t5", "umt5"])
-def test_unequal_stacks_generate_upstreams_tokens(host, depths, search):
+def test_unequal_depths_generate_the_tokens_of_transformers(host, depths, search):
     row, *names = HOSTS[host]
     upstream = row.upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
     model = model_of(host, *depths)
@@ -82,7 +82,7 @@ def test_unequal_stacks_generate_upstreams_tokens(host, depths, search):
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_decoders_configuration_has_its_layers(host):
+def test_decoder_configuration_has_its_own_number_of_layers(host):
     config = model_of(host, 1, 3).config
     assert config.get_text_config(decoder=True).num_hidden_layers == 3
     assert config.get_text_config(encoder=True).num_hidden_layers == 1

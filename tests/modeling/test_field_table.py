@@ -1,4 +1,4 @@
-"""The table of the fields: what configurations, flags and documents have of it."""
+"""Check the table of the fields, and the configurations, flags and documents that use it."""
 
 import re
 from dataclasses import fields
@@ -19,7 +19,7 @@ NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 
 
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
-def test_a_configuration_has_the_fields_of_its_stacks(row):
+def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
@@ -36,7 +36,7 @@ def test_a_configuration_has_the_fields_of_its_stacks(row):
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 
-def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
+def test_every_conversion_field_has_a_flag(capsys):
     with pytest.raises(SystemExit):
         convert.parse_args(["--help"])
     shown = capsys.readouterr().out
@@ -45,19 +45,19 @@ def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
     assert not {name for name in NAMES if "from_scratch" in row_of(name)[1].facts} & flags
 
 
-def test_descriptions_are_one_line_each_and_no_two_are_the_same():
+def test_field_descriptions_are_unique_single_lines():
     described = [describe_field(name) for name in NAMES if "global_tokens" not in name]
     assert len({*described}) == len(described)
     assert not [each for each in described if "\n" in each or "{layer}" in each or each.endswith(".")]
 
 
-def test_the_page_of_the_fields_is_the_table():
+def test_fields_page_is_up_to_date():
     assert field_page.PAGE.read_text(encoding="utf-8") == field_page.page_text(), "run `make fields`"
     assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
     assert field_page.table_of() in field_page.page_text() and field_page.pairs_of() in field_page.page_text()
 
 
-def test_a_row_of_the_page_says_what_the_table_does():
+def test_fields_page_row_contains_the_values_of_the_table():
     rows = {row.split("`")[1]: row for row in field_page.table_of().splitlines() if "`" in row}
     ranks, init = rows["kv_lora_rank"], rows["talking_heads_init"]
     assert "`cross_kv_lora_rank` | rank of the latent from which an attention module computes keys" in ranks
@@ -66,7 +66,7 @@ def test_a_row_of_the_page_says_what_the_table_does():
     assert {row.count(" | ") for row in rows.values()} == {5} and "{" not in rows["attention_window"]
 
 
-def test_what_cards_and_refusals_say_is_the_tables():
+def test_cards_and_errors_use_the_names_of_the_table():
     said = {name: card_text(name) for name in NAMES}
     assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
@@ -77,7 +77,7 @@ def test_what_cards_and_refusals_say_is_the_tables():
 
 
 @pytest.mark.parametrize("default", [None, "sigmoid"])
-def test_the_choices_of_a_new_field_are_enforced(monkeypatch, default):
+def test_choices_of_a_new_field_are_checked(monkeypatch, default):
     choices = ("sigmoid", "tanh")
     row = Field("output_gate", str, default, choices=choices, facts=("by_layer",))
     monkeypatch.setitem(field_table._ROWS, "output_gate", ("", row))

@@ -1,4 +1,4 @@
-"""Windows by FlexAttention, which models use on CUDA alone: here its arithmetic on the CPU, and who computes what.
+"""Check windows with FlexAttention on the CPU: its outputs, and which calls use it. Models use it only on CUDA.
 
 Traced but not compiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same
 formulas as the kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
@@ -35,7 +35,7 @@ HEADS, KV_HEADS, D = 4, 2, 16
 
 
 def make_call(n, m=None, padded=False, biased=False):
-    """Queries, keys, values, a mask of the keys and a bias by distance."""
+    """Return queries, keys, values, a mask of the keys and a bias by distance."""
     m = m or n
     torch.manual_seed(0)
     states = [torch.randn(2, heads, length, D) for heads, length in ((HEADS, n), (KV_HEADS, m), (KV_HEADS, m))]
@@ -45,7 +45,7 @@ def make_call(n, m=None, padded=False, biased=False):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """FlexAttention for calls on the CPU, with gradients, torch's graphs of them but no kernels; lists its calls."""
+    """Run FlexAttention on the CPU with gradients but without compiled kernels; list its calls."""
     calls = []
 
     def attend(*states, **options):
@@ -66,7 +66,7 @@ def on_the_cpu(monkeypatch):
 
 @EVERY_REACH
 @pytest.mark.parametrize("n, m", [(1, 1), (41, 41), (64, 64), (5, 41), (17, 64)])
-def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
+def test_block_mask_covers_all_allowed_keys(reach, n, m):
     block, keys = 8, torch.arange(m)
     allowed = reach.allowed(keys[m - n :], keys)
     some, whole = blocks_that_are_read(reach, n, m, block)
@@ -83,7 +83,7 @@ def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
 @pytest.mark.cross_product
 @EVERY_REACH
 @pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
-def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on_the_cpu):
+def test_flex_outputs_and_gradients_equal_block_attention(reach, padded, biased, on_the_cpu):
     *states, mask, bias = make_call(300, padded=padded, biased=biased)
     leaves = [*states, bias] if biased else states
     call = {"reach": reach, "scaling": 0.3}
@@ -99,7 +99,7 @@ def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on
 
 
 @pytest.mark.thorough
-def test_the_last_queries_of_a_longer_memory(on_the_cpu):
+def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
     found = attention_in_windows(*call, reach=KeyRange(150, 0), scaling=0.3)
     assert on_the_cpu
@@ -108,7 +108,7 @@ def test_the_last_queries_of_a_longer_memory(on_the_cpu):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++ on a CPU")
-def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
+def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
     monkeypatch.setattr(flex_windows, "_flex_agreed", {})
@@ -123,7 +123,7 @@ def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
-def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
+def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeypatch):
     right, calls, said = flex_windows._compiled(), [], []
 
     def attend(*states, **options):
@@ -142,7 +142,7 @@ def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
     assert len(calls) == {"wrong": 2, "raises": 1, "raises later": 3}[fault]
 
 
-def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
+def test_dropout_talking_heads_and_float64_use_blocks(on_the_cpu):
     call, options = make_call(300), {"reach": KeyRange(20, 20), "scaling": 0.3}
     attention_in_windows(*call, dropout=0.1, **options)
     attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
@@ -151,7 +151,7 @@ def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
 
 
 @pytest.mark.thorough
-def test_a_models_windows_go_by_it(on_the_cpu):
+def test_model_with_windows_uses_flex_attention(on_the_cpu):
     torch.manual_seed(0)
     config = AttnVariantBertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -168,7 +168,7 @@ def test_a_models_windows_go_by_it(on_the_cpu):
 
 
 @pytest.mark.thorough
-def test_training_after_inference_mode(on_the_cpu):
+def test_flex_windows_train_after_inference_mode(on_the_cpu):
     call, options = make_call(300, biased=True), {"reach": KeyRange(20, 20), "scaling": 0.3}
     with torch.inference_mode():
         found = attention_in_windows(*call, **options)
@@ -183,7 +183,7 @@ def test_training_after_inference_mode(on_the_cpu):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])
-def test_training_with_checkpoints(reentrant, last, on_the_cpu):
+def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_cpu):
     call, options = make_call(300, biased=True), {"reach": KeyRange(20, 20), "scaling": 0.3}
     leaves = [*call[:3], call[4]]
     for leaf in leaves:
@@ -205,7 +205,7 @@ def test_training_with_checkpoints(reentrant, last, on_the_cpu):
 
 
 @pytest.mark.thorough
-def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
+def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
     attention_in_windows(*make_call(300), reach=KeyRange(20, 20), scaling=0.3)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for n, reach in (
@@ -220,7 +220,7 @@ def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
     assert list(flex_windows._flex_agreed.values()) == [True]
 
 
-def test_no_mask_is_as_large_as_the_lengths_square():
+def test_flex_windows_allocate_no_quadratic_mask():
     with LargestTensor() as largest:
         flex_windows._block_mask.__wrapped__(KeyRange(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
     assert largest.numel <= (8192 // flex_windows.BLOCK + 1) ** 2

@@ -1,4 +1,4 @@
-"""A softmax in a window and a kernel outside: blocks and sums are the formula, in models too, and what is refused."""
+"""Check a softmax in a window plus a kernel outside of it: the formula, models, and errors."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def attention(window, groups=2, causal=False):
 
 
 def make_call(n, groups=2):
-    """Queries, keys and values; padding on either side, and a text of nothing."""
+    """Return queries, keys and values, padded on either side or completely."""
     torch.manual_seed(1)
     leaves = [torch.randn(4, heads, n, D).requires_grad_() for heads in (HEADS, groups, groups)]
     places = torch.arange(n)
@@ -61,7 +61,7 @@ def by_formula(module, states, padding):
 
 @BOTH_WAYS
 @pytest.mark.parametrize("n, window, groups", [(41, 4, 2), (41, 10, 4), (7, 2, 1), (1, 4, 2), (5, 40, 2)])
-def test_blocks_and_sums_are_the_formula(n, window, groups, causal):
+def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
     module = attention(window, groups, causal)
     leaves, padding = make_call(n, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
@@ -79,8 +79,8 @@ def test_blocks_and_sums_are_the_formula(n, window, groups, causal):
         torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_the_limits_are_a_window_and_a_kernel():
-    """gamma without bound leaves the window's softmax, gamma of nothing the keys outside of it."""
+def test_hybrid_limits_are_window_and_kernel_attention():
+    """Check that an infinite gamma leaves only the window's softmax, and gamma 0 only the keys outside of it."""
     module, (states, _) = attention(4), make_call(20)
     query, key, value = states
     places = torch.arange(20)
@@ -102,7 +102,7 @@ def test_the_limits_are_a_window_and_a_kernel():
         torch.testing.assert_close(found, outside.transpose(1, 2), atol=1e-5, rtol=0)
 
 
-def test_a_state_goes_on_where_it_ended():
+def test_hybrid_state_continues_from_its_last_token():
     module = attention(6, causal=True)
     states, _ = make_call(30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14, 27])[:, None]
@@ -119,7 +119,7 @@ def test_a_state_goes_on_where_it_ended():
 
 
 @BOTH_WAYS
-def test_no_tensor_grows_with_the_square_of_the_length(causal):
+def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
     module, sizes = attention(4, causal=causal), []
     for n in (256, 512):
         leaves, padding = make_call(n)
@@ -130,7 +130,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(causal):
 
 
 @BOTH_WAYS
-def test_half_precision_and_compiled_calls(causal):
+def test_hybrid_attention_supports_half_precision_and_compilation(causal):
     module = attention(4, causal=causal)
     halves = [each.detach().bfloat16() for each in make_call(20)[0]]
     exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
@@ -143,7 +143,7 @@ def test_half_precision_and_compiled_calls(causal):
 
 
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS), ids=lambda row: row.name)
-def test_an_encoder_reads_both(architecture):
+def test_encoder_with_hybrid_attention_equals_the_formula(architecture):
     head = next(iter(architecture.heads))
     model = architecture.model(head, "gqa", **HYBRID)
     batch = architecture.batch(head)
@@ -157,7 +157,7 @@ def test_an_encoder_reads_both(architecture):
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertLMHeadModel"), (BART, "BartForConditionalGeneration")])
-def test_a_decoder_generates_as_it_computes(architecture, head):
+def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, head):
     encoder = {f"encoder_{name}": value for name, value in HYBRID.items()} if architecture is BART else {}
     model = architecture.model(head, "gqa", **HYBRID, **encoder)
     batch = {name: each.flip(1) for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
@@ -167,7 +167,7 @@ def test_a_decoder_generates_as_it_computes(architecture, head):
         assert kept.equal(anew)
 
 
-def test_windows_by_layer_are_saved_and_loaded(tmp_path):
+def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):
     fields = {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [2, 6]}}
     model = BERT.model("BertModel", **fields)
     assert [layer.attention.self.kernel.window for layer in model.encoder.layer] == [2, 6]
@@ -179,7 +179,7 @@ def test_windows_by_layer_are_saved_and_loaded(tmp_path):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 
 
-def test_every_parameter_learns_and_an_exported_graph_computes_the_same():
+def test_hybrid_parameters_get_gradients_and_export_agrees():
     model = BERT.model("BertModel", "gqa", **HYBRID)
     ids = token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()

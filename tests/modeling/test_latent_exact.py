@@ -1,4 +1,5 @@
-"""A latent as wide as its input is the input: any T5 or mT5 checkpoint decodes from the encoder's outputs alone."""
+"""Check latents as wide as the input (cached encoder outputs): any T5 or mT5 checkpoint decodes from encoder outputs.
+"""
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def source(padding="right"):
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("ranks", RANKS)
 @IMPLEMENTATIONS
-def test_any_checkpoint_loads_and_decodes_as_upstreams(flavour, ranks, implementation, tmp_path):
+def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, implementation, tmp_path):
     model_class, config_class, fields = FLAVOURS[flavour]
     torch.manual_seed(0)
     upstream = model_class(config_class(**T5.tiny, **fields)).eval()
@@ -98,7 +99,7 @@ def test_any_checkpoint_loads_and_decodes_as_upstreams(flavour, ranks, implement
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @IMPLEMENTATIONS
-def test_grouped_and_talking_heads_keep_their_outputs(variant, implementation, form):
+def test_cached_encoder_outputs_keep_outputs_of_grouped_and_talking_heads(variant, implementation, form):
     model = T5.model("T5ForConditionalGeneration", **VARIANTS[variant])
     exact = with_latents(model, **ALL)
     for each in (model, exact):
@@ -113,7 +114,7 @@ def test_grouped_and_talking_heads_keep_their_outputs(variant, implementation, f
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
-def test_encoder_outputs_are_reused_and_left_as_they_are(variant, search):
+def test_encoder_outputs_are_reused_without_changes(variant, search):
     model = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
     inputs = source()
     with torch.no_grad():
@@ -128,7 +129,7 @@ def test_encoder_outputs_are_reused_and_left_as_they_are(variant, search):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_assisted_decoding(ranks, form):
+def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
     plain = T5.model("T5ForConditionalGeneration", "gqa")
     model = with_latents(plain, **RANKS[ranks])
     # An assistant that is often right, one that is mostly wrong, and the model's own past.
@@ -146,7 +147,7 @@ def test_assisted_decoding(ranks, form):
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @IMPLEMENTATIONS
-def test_attention_weights(variant, implementation, form):
+def test_cached_encoder_outputs_return_attention_weights(variant, implementation, form):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **ALL)
     for each in (plain, exact):
@@ -167,7 +168,7 @@ def test_attention_weights(variant, implementation, form):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
 @IMPLEMENTATIONS
-def test_a_source_without_a_token_gives_what_it_gave(variant, implementation, form):
+def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **CROSS)
     batch = T5.batch("T5ForConditionalGeneration")
@@ -188,7 +189,7 @@ def test_a_source_without_a_token_gives_what_it_gave(variant, implementation, fo
 @pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("search", ["greedy", "beams"])
-def test_static_caches(variant, ranks, search):
+def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **RANKS[ranks])
     expected = generated(plain, source(), **SEARCHES[search])
@@ -199,7 +200,7 @@ def test_static_caches(variant, ranks, search):
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients(variant, reentrant):
+def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentrant):
     gradients = []
     for checkpointing in (False, True):
         model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
@@ -215,7 +216,7 @@ def test_checkpointed_gradients(variant, reentrant):
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("automatic", [False, True], ids=["cast", "autocast"])
-def test_half_precision(variant, dtype, automatic, form):
+def test_cached_encoder_outputs_work_in_half_precision(variant, dtype, automatic, form):
     exact = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
     inputs, target = source(), token_ids()
     with torch.no_grad():
@@ -248,7 +249,7 @@ BERT_FIELDS = {
 @pytest.mark.parametrize("variant", BERT_FIELDS)
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
 @IMPLEMENTATIONS
-def test_encoders_with_biases(architecture, head, variant, implementation, form):
+def test_encoder_biases_are_kept_by_latents(architecture, head, variant, implementation, form):
     plain = architecture.model(head, **BERT_FIELDS[variant])
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -268,7 +269,7 @@ def test_encoders_with_biases(architecture, head, variant, implementation, form)
 @pytest.mark.parametrize("variant", [name for name in BERT_FIELDS if name != "dynamic"])
 @pytest.mark.parametrize("fields", [CAUSAL, CROSSING], ids=["alone", "crossing"])
 @IMPLEMENTATIONS
-def test_a_bert_decoder_with_a_cache(variant, fields, implementation, form):
+def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, implementation, form):
     plain = BERT.model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():

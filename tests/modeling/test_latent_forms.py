@@ -1,4 +1,4 @@
-"""Latent attention of any rank: its two forms against the formula and each other, outputs and gradients."""
+"""Compare the two forms of latent attention with the formula and with each other: outputs and gradients."""
 
 import math
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ VARIANTS = {
 @pytest.mark.parametrize("architecture, head", ROWS, ids=[head for _, head in ROWS])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, variant, implementation, monkeypatch):
+def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, variant, implementation, monkeypatch):
     model = architecture.model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
     model.set_attn_implementation(implementation)
     batch = architecture.batch(head, labels=True)
@@ -93,7 +93,7 @@ def maps_of(key, value, bias):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "a masked row"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_both_forms_are_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
+def test_latent_forms_equal_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
     monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
     torch.manual_seed(0)
     projections = {}
@@ -127,8 +127,8 @@ def test_both_forms_are_the_formula(form, implementation, key, value, output, bi
         torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
 
 
-def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
-    """One query of a long memory, which the absorbed form would attend to for less; it has no key's bias."""
+def test_key_bias_affects_key_side_dynamic_projections():
+    """Check one query of many keys, which the absorbed form without a key bias would compute for less."""
     torch.manual_seed(0)
     projections = {"logits_proj": torch.randn(4, 4, dtype=torch.float64)}
     module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
@@ -145,8 +145,8 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
 @pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
 @pytest.mark.parametrize("implementation", [EAGER, SDPA])
 @pytest.mark.parametrize("talking", [False, True])
-def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implementation, talking, monkeypatch):
-    """Rows of weights sum to one neither after dropout nor after P_w; what is added is the bias times their sum."""
+def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatch):
+    """Check that outputs add the bias times the sum of weights, which is not one after dropout or P_w."""
     monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
     torch.manual_seed(0)
     projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
@@ -166,8 +166,8 @@ def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implemen
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_dropout_of_a_model_that_trains(implementation, monkeypatch):
-    """Where value biases ask for the weights, the absorbed form drops as the expanded one under "eager" does."""
+def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypatch):
+    """Check value biases, for which the absorbed form drops weights like the expanded form under "eager"."""
     model = BERT.model("BertModel", kv_lora_rank=16, num_key_value_heads=4, attention_probs_dropout_prob=0.5).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p != 0.5:
@@ -184,7 +184,7 @@ def test_dropout_of_a_model_that_trains(implementation, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 3]], ids=["single", "several"])
-def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
+def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, form):
     model = T5.model("T5ForConditionalGeneration", variant, **RANKS["t5"])
     batch = T5.batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
@@ -202,8 +202,8 @@ def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
             assert model.generate(**kwargs, cache_implementation=kind).equal(expected)
 
 
-def test_a_rank_is_chosen_by_its_cost(monkeypatch):
-    """One token of a long memory is attended to in the latent; a whole text makes its keys and values."""
+def test_latent_form_is_chosen_by_cost(monkeypatch):
+    """Check that single tokens attend in the latent, and whole texts compute keys and values."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     absorbed = []
     inner = latent_attention._absorbed
@@ -219,7 +219,7 @@ def test_a_rank_is_chosen_by_its_cost(monkeypatch):
     assert absorbed == [1] * 3 * model.config.num_layers
 
 
-def test_one_latent_serves_all_layers(monkeypatch):
+def test_all_layers_share_one_latent(monkeypatch):
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     names = [name for name, _ in model.named_parameters() if "kv_a_proj" in name]
     assert names == ["decoder.cross_kv_a_proj.weight"]
@@ -240,8 +240,8 @@ def test_one_latent_serves_all_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [24, 40])
-def test_the_formula_of_the_paper_in_a_model(rank):
-    """A cross-attention of a model is `heads.latent_attention` with the model's own weights."""
+def test_latent_cross_attention_of_a_model_equals_the_formula(rank):
+    """Compare the cross-attention of a model with `heads.latent_attention` and the weights of the model."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
     attention = model.decoder.block[1].layer[1].EncDecAttention
     X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Keys and values projected along the length: the formula, models of it, and what is refused."""
+"""Check keys and values that are projected along the length (Linformer): the formula, models and errors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for 
 
 
 @pytest.mark.parametrize("m, groups", [(11, 2), (20, 4), (1, 1)])
-def test_rows_are_the_formula(m, groups):
+def test_length_projection_equals_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(4, groups, groups, 4, 4, 6, 6)
@@ -44,13 +44,13 @@ def test_rows_are_the_formula(m, groups):
         torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_rows_begin_as_means_of_segments():
+def test_length_projection_starts_as_means_of_segments():
     torch.testing.assert_close(segment_means(2, 5), torch.tensor([[1 / 3] * 3 + [0] * 2, [0] * 3 + [0.5] * 2]))
     assert segment_means(4, 4).equal(torch.eye(4))
 
 
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS, BART, WHISPER), ids=lambda row: row.name)
-def test_encoders(architecture):
+def test_length_projection_encoders_equal_the_formula(architecture):
     head = next(iter(architecture.heads))
     is_pair = architecture in (BART, WHISPER)
     model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
@@ -66,7 +66,7 @@ def test_encoders(architecture):
     assert made and all(("encoder" in name or architecture not in (BART, WHISPER)) for name in made)
 
 
-def test_it_is_saved_trained_and_exported(tmp_path):
+def test_length_projection_is_saved_trained_and_exported(tmp_path):
     model = BERT.model("BertModel", "gqa", **LINFORMER)
     ids = token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
@@ -84,7 +84,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel_features=5)
 
 
-def test_longer_texts_are_refused():
+def test_texts_longer_than_the_projection_raise_an_error():
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
     install_kernel(module, Linformer(2, False, 0, length=4))

@@ -1,4 +1,4 @@
-"""Attention by kernels, in sums and in chunks: the formulas' outputs and gradients, and no n x m tensor."""
+"""Check linear attention in sums and in chunks: outputs and gradients of the formulas, and memory."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def short_chunks(monkeypatch):
 
 
 def attention(name, groups=2, causal=False, dtype=torch.float32):
-    """A module with a kernel whose parameters are moved off their beginning."""
+    """Return a module with a kernel whose parameters differ from their initial values."""
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
     module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
@@ -52,7 +52,7 @@ def learned(module):
 
 
 def make_call(n, m, groups=2):
-    """Queries, keys and values that want gradients; padding on either side, and a text of nothing."""
+    """Return queries, keys and values that require gradients, padded on either side or completely."""
     torch.manual_seed(1)
     leaves = [torch.randn(3, heads, length, D) for heads, length in ((HEADS, n), (groups, m), (groups, m))]
     places = torch.arange(m)
@@ -61,7 +61,7 @@ def make_call(n, m, groups=2):
 
 
 def by_formula(module, states, padding, causal=False):
-    """The outputs [b, n, h, d], the weights and what gradients are of, in double precision."""
+    """Return the outputs [b, n, h, d], the weights and the leaves of the gradients, in double precision."""
     exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *learned(module))]
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
@@ -96,7 +96,7 @@ def compare(found, expected, leaves, exact, atol=1e-5):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, m, groups", [(41, 41, 4), (5, 23, 2), (17, 17, 1)])
-def test_sums_are_the_formula(name, n, m, groups):
+def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
     module = attention(name, groups)
     leaves, padding = make_call(n, m, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
@@ -112,7 +112,7 @@ def test_sums_are_the_formula(name, n, m, groups):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, groups", [(41, 2), (8, 4), (3, 1)])
-def test_chunks_are_the_formula(name, n, groups):
+def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
     module = attention(name, groups, causal=True)
     leaves, padding = make_call(n, n, groups)
     expected, weights, exact = by_formula(module, leaves, padding, causal=True)
@@ -123,8 +123,8 @@ def test_chunks_are_the_formula(name, n, groups):
 
 
 @EVERY_KERNEL
-def test_a_state_goes_on_where_it_ended(name):
-    """Chunks, steps and the whole text; padded on the left."""
+def test_linear_attention_state_continues_from_its_last_token(name):
+    """Check chunks, single steps and the whole text, padded on the left."""
     module = attention(name, causal=True)
     (query, key, value), _ = make_call(30, 30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14])[:, None]
@@ -140,7 +140,7 @@ def test_a_state_goes_on_where_it_ended(name):
     assert len(sizes) == 1
 
 
-def test_the_recurrence_of_long_texts_to_five_digits():
+def test_long_texts_equal_the_recurrence_to_five_digits():
     module = attention("elu", HEADS, causal=True)
     torch.manual_seed(0)
     states = [torch.randn(1, HEADS, 2000, D) for _ in range(3)]
@@ -152,7 +152,7 @@ def test_the_recurrence_of_long_texts_to_five_digits():
 
 
 @EVERY_KERNEL
-def test_beams_share_a_memory(name):
+def test_beams_share_kernel_sums(name):
     module = attention(name)
     (query, key, value), padding = make_call(2, 23)
     query = torch.randn(6, HEADS, 2, D)
@@ -170,8 +170,8 @@ def test_beams_share_a_memory(name):
 
 
 @EVERY_KERNEL
-def test_large_logits_and_half_precision(name):
-    """Features of favor would be beyond float32's largest number, or all zero."""
+def test_large_logits_stay_finite_in_half_precision(name):
+    """Check FAVOR features, which would overflow float32 or all be zero without a stabilizer."""
     module = attention(name, HEADS)
     (query, key, value), padding = make_call(9, 9, HEADS)
     states = (query * 12, key * 12, value)
@@ -190,7 +190,7 @@ def test_large_logits_and_half_precision(name):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
+def test_linear_attention_allocates_no_quadratic_tensor(name, causal):
     module = attention(name, causal=causal)
     sizes = []
     for n in (256, 512):
@@ -204,7 +204,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
 @pytest.mark.thorough
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_compiled_calls(name, causal):
+def test_linear_attention_can_be_compiled(name, causal):
     module = attention(name, causal=causal)
     leaves, _ = make_call(20, 20)
 
@@ -214,7 +214,7 @@ def test_compiled_calls(name, causal):
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves), attend(*leaves))
 
 
-def test_masks_of_queries_are_refused():
+def test_query_dependent_masks_with_kernels_raise_an_error():
     key = torch.randn(2, 1, 5, D)
     assert keys_read(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
     with pytest.raises(ValueError, match="`attention_kernel`"):

@@ -1,4 +1,4 @@
-"""Memory-compressed attention: the formula's outputs and gradients, in the encoders that take it."""
+"""Check memory-compressed attention: outputs and gradients of the formula, in every encoder that supports it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def prefixed(fields):
 
 @pytest.mark.parametrize("length", [1, 9, 11])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_short_keys_and_values_are_the_formulas(length, groups):
+def test_compressed_keys_and_values_equal_the_formula(length, groups):
     torch.manual_seed(0)
     compression = MemoryCompression(groups, groups, D, D, 3, torch.empty(0))
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((4, 7), (groups, length), (groups, length))]
@@ -54,7 +54,7 @@ HOSTS += [
 
 
 @pytest.mark.parametrize("architecture, fields", HOSTS, ids=[row.name for row, _ in HOSTS])
-def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
+def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, fields):
     model = architecture.model(next(iter(architecture.heads)), "gqa", **fields).eval()
     stack = model.get_encoder() if "encoder_attention_pattern" in fields else model
     named = [name for name, _ in model.named_parameters() if ".compression." in name]
@@ -74,7 +74,7 @@ def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
 
 
 @pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
-def test_it_composes_with_talking_heads_and_scores(fields):
+def test_compression_works_with_talking_heads_and_scores(fields):
     model, ids, mask = (
         BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
         token_ids(2, 30),
@@ -87,7 +87,7 @@ def test_it_composes_with_talking_heads_and_scores(fields):
         torch.testing.assert_close(model(ids, attention_mask=mask)[0], found, atol=1e-5, rtol=0)
 
 
-def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
+def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
     model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
@@ -107,7 +107,7 @@ def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
         torch.testing.assert_close(one(ids)[0], plain(ids)[0])
 
 
-def test_no_conversion():
+def test_compression_is_not_a_conversion():
     for model, fields in (
         (BERT.model("BertModel"), COMPRESSED),
         (BERT.model("BertModel", **COMPRESSED), {"num_key_value_heads": 3}),
@@ -116,7 +116,7 @@ def test_no_conversion():
             hf_attn_variants.convert(model, **fields)
 
 
-def test_masks_it_cannot_follow_are_refused():
+def test_unsupported_masks_with_compression_raise_an_error():
     model, ids = BERT.model("BertModel", **COMPRESSED), token_ids(2, LENGTH)
     with pytest.raises(ValueError, match="mask must be boolean"):
         model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())

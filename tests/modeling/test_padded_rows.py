@@ -1,4 +1,4 @@
-"""A row gives the same alone and in a padded batch, whatever pattern or kernel: what counts tokens counts its own."""
+"""Check that rows give the same outputs alone and in padded batches: patterns and kernels count only real tokens."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def fields_of(name, prefix="", **more):
 
 
 def without_positions(model):
-    """Have a model's own positions say nothing: those that count from the row's beginning differ in upstream's too."""
+    """Remove a model's own positions, because those that count from the row's beginning differ in Transformers too."""
     with torch.no_grad():
         for name, module in model.named_modules():
             if "position" in name and hasattr(module, "weight") and "relative" not in name:
@@ -81,7 +81,7 @@ def padded(side):
 
 
 def check_rows(states_of, side, atol=2e-5):
-    """Each row's states in the batch are those of the row alone."""
+    """Check that the states of each row in the batch equal those of the single row."""
     ids, mask = padded(side)
     with torch.no_grad():
         together = states_of(ids, mask)
@@ -120,7 +120,7 @@ ENCODER_IDS = [f"{name}-{host}-{'-'.join(more)}" for name, host, more in ENCODER
 @pytest.mark.parametrize("name, host, more", ENCODER_CASES, ids=ENCODER_IDS)
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_an_encoders_row_is_alone_what_it_is_in_a_batch(name, host, more, side, in_blocks, request):
+def test_encoder_row_is_the_same_alone_and_in_a_batch(name, host, more, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
     row = ROWS[host]
@@ -130,14 +130,14 @@ def test_an_encoders_row_is_alone_what_it_is_in_a_batch(name, host, more, side, 
 @pytest.mark.parametrize("variant", ["talking", "latent"])
 @pytest.mark.parametrize("name", ["random_blocks", "fixed, split", "local_blocks", "sliding_window"])
 @pytest.mark.parametrize("host", ["bert", "t5"])
-def test_so_it_is_with_talking_heads_and_latents(name, host, variant, short_blocks):
+def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, host, variant, short_blocks):
     row = ROWS[host]
     more = {"num_global_tokens": 1}
     check_encoder(encoder_of(row, variant, **fields_of(name, prefix_of(row), **more)), "both")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "fixed"])
-def test_global_tokens_of_a_mask_are_the_rows_own(name):
+def test_global_attention_mask_applies_per_row(name):
     encoder = encoder_of(BERT, **fields_of(name, num_global_tokens=1))
     ids, mask = padded("both")
     is_global = (torch.rand(mask.shape) < 0.2).long() * mask
@@ -149,7 +149,7 @@ def test_global_tokens_of_a_mask_are_the_rows_own(name):
             torch.testing.assert_close(together[row, begin:end], alone[0], atol=2e-5, rtol=0)
 
 
-def test_weights_stand_where_the_tokens_are():
+def test_returned_weights_are_at_the_positions_of_the_tokens():
     encoders = [
         (encoder_of(BERT, **fields_of("fixed", num_global_tokens=1)), 0),
         (encoder_of(BERT, **fields_of("sliding_window", num_global_tokens=1)), 0),
@@ -183,7 +183,7 @@ def decoder_of(host, name, **more):
 
 
 def source_of(row, rows):
-    """The encoder's inputs, the same for each row."""
+    """Return the encoder's inputs, equal for each row."""
     torch.manual_seed(2)
     inputs = {name: value[:1] for name, value in row.batch(next(iter(row.heads))).items()}
     if not prefix_of(row) or "encoder_outputs" in inputs:
@@ -193,7 +193,7 @@ def source_of(row, rows):
 
 
 def calls(row, head, ids, mask):
-    """Keywords of a decoder's forward pass."""
+    """Return the keywords of a decoder's forward pass."""
     if head.endswith("ForConditionalGeneration"):
         return source_of(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     return {"input_ids": ids, "attention_mask": mask}
@@ -202,7 +202,7 @@ def calls(row, head, ids, mask):
 @pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_a_decoders_row_is_alone_what_it_is_in_a_batch(name, host, side, in_blocks, request):
+def test_decoder_row_is_the_same_alone_and_in_a_batch(name, host, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
     row, model = decoder_of(host, name)
@@ -212,7 +212,7 @@ def test_a_decoders_row_is_alone_what_it_is_in_a_batch(name, host, side, in_bloc
 
 
 @pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
-def test_a_row_generates_alone_what_it_generates_in_a_batch(name, host, short_blocks):
+def test_row_generates_the_same_alone_and_in_a_batch(name, host, short_blocks):
     row, model = decoder_of(host, name)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
@@ -233,7 +233,7 @@ def test_a_row_generates_alone_what_it_generates_in_a_batch(name, host, short_bl
 
 
 @pytest.mark.parametrize("name", ["random_blocks", "fixed", "local_blocks"])
-def test_more_padding_on_the_right_moves_nothing(name):
+def test_more_right_padding_changes_no_output(name):
     encoder = encoder_of(BERT, **fields_of(name))
     ids = token_ids(2, 12)
     mask = torch.ones_like(ids)
@@ -245,7 +245,7 @@ def test_more_padding_on_the_right_moves_nothing(name):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
+def test_left_padding_allocates_no_quadratic_tensor():
     sizes = []
     for n in (1024, 2048):
         fields = fields_of("sliding_window", "encoder_", num_global_tokens=1)
@@ -274,7 +274,7 @@ def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
         pytest.param("sliding_window", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_or_exported_encoder_counts_alike(name):
+def test_compiled_and_exported_encoders_count_only_real_tokens(name):
     more = {"num_global_tokens": 1} if name == "sliding_window" else {}
     encoder = encoder_of(ROWS["roberta"], **fields_of(name, **more))
     ids, mask = padded("left")

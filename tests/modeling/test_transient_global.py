@@ -1,4 +1,4 @@
-"""Transient-global attention: the formula's, and LongT5's own encoder with its weights under our names."""
+"""Check transient-global attention: the formula, and LongT5's encoder with its weights under our names."""
 
 import math
 
@@ -42,7 +42,7 @@ def by_distance(attention, embedding, distances):
 
 @pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "sinusoidal"}], ids=["bias", "sinusoids"])
 @pytest.mark.parametrize("variant", ["mha", "gqa"])
-def test_an_attention_is_the_formula(variant, fields, rows):
+def test_transient_global_attention_equals_the_formula(variant, fields, rows):
     attention = encoder(variant, **fields).block[0].layer[0].SelfAttention
     states = torch.randn(4, 23, 40, requires_grad=True)
     found = attention(states, mask=padding().bool()[:, None, None])[0]
@@ -68,7 +68,7 @@ def test_an_attention_is_the_formula(variant, fields, rows):
 
 
 @pytest.mark.parametrize("length", [23, 24, 3])
-def test_longt5s_encoder_is_the_same(length, rows):
+def test_transient_global_encoder_equals_longt5(length, rows):
     torch.manual_seed(0)
     sizes = {name: value for name, value in T5.tiny.items() if name != "initializer_factor"}
     config = transformers.LongT5Config(
@@ -90,7 +90,7 @@ def test_longt5s_encoder_is_the_same(length, rows):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking", "gqa_talking"])
 @pytest.mark.parametrize("more", [{}, {"score_function": "additive"}], ids=["", "additive"])
-def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
+def test_transient_global_blocks_equal_the_returned_weights(variant, more, monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 5)
     model = encoder(variant, **more)
     ids, mask = token_ids(4, 23), padding()
@@ -108,7 +108,7 @@ def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
             torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
+def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 16)
     model, sizes = encoder("gqa", encoder_attention_block_size=64), []
     for length in (512, 1024):
@@ -118,7 +118,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
     assert sizes[1] <= 2 * sizes[0]
 
 
-def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
+def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_path):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "plain")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path / "plain", **SUMMARIES).eval()
@@ -137,7 +137,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
     assert again.generate(**batch, **options).equal(model.generate(**batch, **options))
 
 
-def test_masks_it_cannot_follow_and_conversions_are_refused():
+def test_unsupported_masks_and_conversions_with_transient_global_raise():
     model = encoder()
     with pytest.raises(ValueError, match="mask must be boolean"):
         model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())

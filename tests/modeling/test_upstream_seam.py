@@ -24,7 +24,7 @@ ROWS = {row.name: row for row in HOSTS}
 
 
 class Layer(nn.Module):
-    """Stands for an attention of upstream's."""
+    """A stand-in for an attention module of Transformers."""
 
     def forward(self, hidden_states, mask=None, cache=None, **kwargs):
         return hidden_states, None
@@ -41,7 +41,7 @@ class OtherOrder(nn.Module):
         return pair
 
 
-def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
+def test_arguments_are_read_by_role_in_any_order_and_under_former_names():
     arguments = Arguments(Layer, ("cache", "states", "mask"), returns=2)
     assert arguments.names == ("cache", "hidden_states", "mask")
     assert arguments.read(("h",), {"cache": "c"}) == ["c", "h", None]
@@ -53,7 +53,7 @@ def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
     assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
 
 
-def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
+def test_changed_method_error_names_the_method_and_a_workaround():
     with pytest.raises(UpstreamChanged, match="memory_store, and none of cache, past_key_values") as caught:
         Arguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
@@ -75,8 +75,8 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
         from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
 
 
-def test_the_checks_take_a_fraction_of_what_tiny_models_take():
-    """Of all hosts together (5 to 7 ms); the best of several times, for the machine may be busy."""
+def test_upstream_checks_are_fast():
+    """Check the time for all architectures (5 to 7 ms), the best of several runs."""
     from hf_attn_variants.modeling.attention import attention_mixin
 
     begin = time.perf_counter()
@@ -107,13 +107,13 @@ def test_the_checks_take_a_fraction_of_what_tiny_models_take():
 
 
 @EVERY_HOST
-def test_every_model_of_a_host_has_its_auto_class_and_no_other_is_named(host):
+def test_every_model_has_an_auto_class_and_every_name_exists(host):
     base = getattr(hf_attn_variants, host.config_class.auto_classes["AutoModel"])
     models = {name for name in sys.modules[base.__module__].__all__ if not name.endswith("PreTrainedModel")}
     assert set(host.config_class.auto_classes.values()) == models
 
 
-def test_auto_classes_follow_upstreams_table_as_far_as_a_host_has_the_class(monkeypatch):
+def test_auto_classes_agree_with_transformers(monkeypatch):
     heads = ("Model", "ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "m2m_100", "M2M100ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "m2m_100", "M2M100ForCausalLM")
@@ -129,8 +129,8 @@ def test_auto_classes_follow_upstreams_table_as_far_as_a_host_has_the_class(monk
 
 @EVERY_HOST
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_an_argument_that_attention_does_not_know_is_refused(host, implementation):
-    """Upstream swallows it: packed sequences would be read as one text."""
+def test_unknown_attention_argument_raises_an_error(host, implementation):
+    """Check packed sequences, which Transformers would attend to as one text."""
     head = next(iter(host.heads))
     for fields in ({}, dict.fromkeys(host.config_class.rank_fields(), 16)):
         model, batch = host.model(head, **fields), host.batch(head)
@@ -145,7 +145,7 @@ def test_an_argument_that_attention_does_not_know_is_refused(host, implementatio
 
 @pytest.mark.parametrize("name", ["bart", "whisper", "t5", "umt5"])
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4}, {"kv_lora_rank": 16, "cross_kv_lora_rank": 16}])
-def test_a_stack_alone_is_what_it_is_in_the_model(name, fields):
+def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
     host = ROWS[name]
     head = next(iter(host.heads))
     model = host.model(head, **fields)
@@ -163,7 +163,7 @@ def test_a_stack_alone_is_what_it_is_in_the_model(name, fields):
             assert torch.equal(alone(**inputs)[0], stack(**inputs)[0])
 
 
-def test_a_layer_that_shows_the_latent_has_a_dtype():
+def test_latent_projection_exposes_a_dtype():
     host = ROWS["t5"]
     model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -171,7 +171,7 @@ def test_a_layer_that_shows_the_latent_has_a_dtype():
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
-def test_umt5_scales_as_the_checkpoint_says_under_every_release():
+def test_umt5_output_scaling_follows_the_checkpoint():
     host = ROWS["umt5"]
     plain = host.upstream_config_class(**host.tiny).to_dict()
     plain.pop("scale_decoder_outputs", None)
@@ -191,7 +191,7 @@ def test_umt5_scales_as_the_checkpoint_says_under_every_release():
     torch.testing.assert_close(unscaled, scaled * configs[True].d_model ** 0.5)
 
 
-def test_a_saved_configuration_needs_the_number_of_its_format(tmp_path):
+def test_saved_configuration_needs_its_format_number(tmp_path):
     row = ROWS["bert"]
     config = row.config()
     config_class, values = type(config), config.to_dict()
@@ -218,7 +218,7 @@ def test_a_saved_configuration_needs_the_number_of_its_format(tmp_path):
             assert found.attn_variants_format == 5
 
 
-def test_versions_are_compared_by_minor():
+def test_versions_are_compared_by_minor_release():
     assert [
         transformers_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")
     ] == [
@@ -231,13 +231,13 @@ def test_versions_are_compared_by_minor():
 
 @pytest.fixture
 def newer(monkeypatch):
-    """As if the installed transformers had not been run yet."""
+    """Pretend that the installed Transformers is newer than the tested releases."""
     monkeypatch.setattr(transformers_trial.transformers, "__version__", "5.99.0")
     monkeypatch.setattr(transformers_trial, "_tried", {})
 
 
 @EVERY_HOST
-def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
+def test_newer_release_runs_one_trial_per_architecture(host, newer, tmp_path):
     head = next(iter(host.heads))
     torch.manual_seed(0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
@@ -249,8 +249,8 @@ def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
 
 
 @EVERY_HOST
-def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypatch):
-    """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
+def test_newer_release_with_other_outputs_raises_an_error(host, newer, monkeypatch):
+    """Check a change of outputs under the same names and signatures, which only the trial detects."""
     from hf_attn_variants.modeling.attention import attention_interface
 
     exact = attention_interface.fused_attention

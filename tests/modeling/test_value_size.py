@@ -1,4 +1,4 @@
-"""Values of another size than keys: by the formula, beside every other field, in caches; counted and refused."""
+"""Check values of another size than keys: the formula, other fields, caches, counts and errors."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def batch_of(row, side):
 
 
 def outputs_and_gradients(model, batch):
-    """A model's last hidden states where tokens are, and the gradients of their weighted sum."""
+    """Return a model's last hidden states of real tokens, and the gradients of their weighted sum."""
     model.zero_grad()
     floats = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
     output = model(**floats, use_cache=False)[0]
@@ -69,7 +69,7 @@ def heads_of(states, size):
 
 
 def by_the_formula(module, maps, states, mask, memory, bias):
-    """Outputs of all heads, one at a time (`attention_core`), of maps, inputs and a mask."""
+    """Return the outputs of all heads, one at a time (`attention_core`), from projections, inputs and a mask."""
     config, is_cross = module.config, memory is not None
     memory = states if memory is None else memory
     if hasattr(module, "kv_a_proj"):
@@ -91,7 +91,7 @@ def by_the_formula(module, maps, states, mask, memory, bias):
 
 
 def with_the_formula(monkeypatch):
-    """Have every attention be computed by the formula; return the sizes of values that it met."""
+    """Let the formula compute every attention; return the value sizes that occurred."""
     sizes = []
 
     def attend_by_maps(self, maps, states, mask, dropout, memory=None, cache=None, **options):
@@ -116,7 +116,7 @@ def with_the_formula(monkeypatch):
 @pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-def test_a_host_attends_by_the_formula(row, size, heads, side, latent, monkeypatch):
+def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, side, latent, monkeypatch):
     fields = dict.fromkeys(row.config_class.kv_heads_fields(), heads)
     fields |= dict.fromkeys(row.config_class.rank_fields() if latent else (), 16)
     model = row.model(first_head(row), value_head_dim=size, **fields).double()
@@ -139,14 +139,14 @@ def test_a_host_attends_by_the_formula(row, size, heads, side, latent, monkeypat
 
 
 def padded(tensor, axis, heads, size):
-    """A tensor whose axis has a few numbers of each head, with zeros up to `size` of them."""
+    """Return a tensor with an axis of a few values per head, filled with zeros up to `size`."""
     split = tensor.unflatten(axis, (heads, -1))
     missing = split.new_zeros(*split.shape[: axis + 1], size - split.shape[axis + 1], *split.shape[axis + 2 :])
     return torch.cat([split, missing], axis + 1).flatten(axis, axis + 1)
 
 
 def widened(model, states):
-    """The states of the model whose values are as wide as keys, and whose attentions read zeros there."""
+    """Return the state of the model with values as wide as keys, filled with zeros."""
     states, config = dict(states), model.config
     for site, path, module in model.named_attentions():
         heads, d = site.heads(config, path), config.attention_head_dim(site.kv_heads_field)
@@ -163,7 +163,7 @@ def widened(model, states):
     return states
 
 
-def assert_is_its_twin(row, fields, side):
+def assert_equals_counterpart(row, fields, side):
     model = row.model(first_head(row), **fields, value_head_dim=SMALL).double()
     twin = row.model(first_head(row), **fields).double()
     twin.load_state_dict(widened(model, model.state_dict()))
@@ -186,7 +186,7 @@ def assert_is_its_twin(row, fields, side):
 @EVERY_ROW
 @pytest.mark.parametrize("field", [name for name in FIELDS if name != "value_head_dim"])
 @pytest.mark.parametrize("side", SIDES)
-def test_beside_another_field_it_is_zeros_in_the_last_numbers(row, field, side):
+def test_value_size_with_another_field_equals_zero_padded_values(row, field, side):
     if field not in row.config_class.variant_fields():
         return
     fields = tiny_config_values(row, **required_fields(field) | {field: value_of(row, field)})
@@ -196,7 +196,7 @@ def test_beside_another_field_it_is_zeros_in_the_last_numbers(row, field, side):
         with pytest.raises(ValueError, match=re.escape(str(error))):
             row.config(**fields, value_head_dim=SMALL)
         return
-    assert_is_its_twin(row, fields, side)
+    assert_equals_counterpart(row, fields, side)
 
 
 SINUSOIDS = {"position_embedding_type": "sinusoidal"}
@@ -213,9 +213,9 @@ MECHANISMS = {
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("side", SIDES)
-def test_beside_what_has_parameters_or_formulas_of_its_own(name, side):
+def test_value_size_works_with_kernels_scores_and_compression(name, side):
     row, fields = MECHANISMS[name]
-    assert_is_its_twin(ROW[row], fields, side)
+    assert_equals_counterpart(ROW[row], fields, side)
 
 
 # Decoding
@@ -235,7 +235,7 @@ def decoder(name, size, **fields):
 @EVERY_DECODER
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
-def test_a_cache_gives_what_the_whole_text_does_and_keeps_values_of_their_size(name, size, heads):
+def test_cached_values_keep_their_size_and_outputs(name, size, heads):
     model = decoder(name, size, num_key_value_heads=heads)
     batch = decoder_batch(ROW[name], DECODERS[name])
     steps, cache = in_steps(model, batch)
@@ -261,7 +261,7 @@ GENERATIONS = {
 @EVERY_DECODER
 @pytest.mark.parametrize("kind", GENERATIONS)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_a_cache_is_that_without(name, kind, beams):
+def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beams):
     row = ROW[name]
     fields = tiny_config_values(row, **GENERATIONS[kind])
     if fields.get("cross_kv_lora_rank"):
@@ -280,7 +280,7 @@ def test_generation_with_a_cache_is_that_without(name, kind, beams):
         assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
-def test_cross_attention_of_a_decoder_that_reads_states():
+def test_value_size_applies_to_cross_attention_of_a_decoder():
     fields = {"is_decoder": True, "add_cross_attention": True, "num_key_value_heads": 4}
     model = BERT.model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
     plain = BERT.model("BertLMHeadModel", **fields).double()
@@ -300,7 +300,7 @@ def test_cross_attention_of_a_decoder_that_reads_states():
 
 
 @EVERY_ROW
-def test_it_is_counted(row):
+def test_value_size_changes_parameter_and_cache_counts(row):
     few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
     for site, _, module in few.named_attentions():
@@ -317,7 +317,7 @@ def test_it_is_counted(row):
         assert kv_cache_bytes(plain, 4, 7, 7) - kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
 
 
-def test_flops_cards_and_tables_say_it(tmp_path):
+def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     model = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -340,7 +340,7 @@ def test_flops_cards_and_tables_say_it(tmp_path):
 
 
 @EVERY_ROW
-def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
+def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
     model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -357,7 +357,7 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
         assert type(config).from_dict(values).value_head_dim is None
 
 
-def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
+def test_t5_output_projection_is_initialized_for_the_value_size():
     fields = {"d_model": 64, "num_heads": 8, "d_kv": 16, "d_ff": 64, "num_layers": 1, "initializer_factor": 1.0}
     torch.manual_seed(0)
     model = type(T5.model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
@@ -366,7 +366,7 @@ def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
         assert module.v.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
 
 
-def test_it_is_of_models_from_scratch(tmp_path):
+def test_conversion_to_another_value_size_raises_an_error(tmp_path):
     source = BERT.upstream_model("BertModel")
     with pytest.raises(ValueError, match="`value_head_dim`"):
         convert(source, num_key_value_heads=4, value_head_dim=SMALL)

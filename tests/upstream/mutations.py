@@ -1,4 +1,4 @@
-"""Mutants of the installed Transformers and how our models behave in them: `python tests/upstream/mutations.py --help`.
+"""Run our models in mutants of the installed Transformers: `python tests/upstream/mutations.py --help`.
 
 A mutant is transformers with one thing changed that our code touches, and all of transformers that uses it changed
 with it. In it our models must give what the mutant's own models give, or say the name of what has changed.

@@ -76,7 +76,7 @@ def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
 
 
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
-    """Update Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")` to the new name, or remove it."""
+    """Update the new name in Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")`."""
     kept = []
     for each in function.decorator_list:
         target = [key for key in getattr(each, "keywords", []) if key.arg == "new_name"]

@@ -28,7 +28,7 @@ PROBLEMS = {
 @EVERY_HOST
 @EVERY_VARIANT
 def test_gradients_reach_returned_states_and_weights(host, variant):
-    """Check `test_retain_grad_hidden_states_attentions`: the returned states and weights are the ones that are used."""
+    """Check `test_retain_grad_hidden_states_attentions`: the model uses the states and weights that it returns."""
     head = next(iter(host.heads))
     model = make(host, head, variant)
     model.set_attn_implementation("eager")
@@ -46,7 +46,7 @@ def test_gradients_reach_returned_states_and_weights(host, variant):
 
 @EVERY_HOST
 def test_embeddings_pass_gradients_to_adapters(host):
-    """Check `test_enable_input_require_grads`, also with checkpointed layers, as adapters of a frozen model need it."""
+    """Check `test_enable_input_require_grads`, also with checkpointed layers, for adapters of a frozen model."""
     head = next(iter(host.heads))
     model = make(host, head, "gqa", **without_dropout(host))
     if not model.supports_gradient_checkpointing:
