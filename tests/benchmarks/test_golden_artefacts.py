@@ -1,4 +1,4 @@
-"""The maker of tests/golden's archives: which hosts take which mechanism, and that it still makes them."""
+"""Check the script that makes tests/golden's archives: the mechanisms per architecture, and the archives."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ PAIRS = [(host, mechanism) for host in golden_repositories.HOSTS for mechanism i
 @pytest.mark.parametrize(
     ("host", "mechanism"), [pair for pair in PAIRS if not golden_repositories.takes(*pair)], ids=str
 )
-def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
+def test_skipped_mechanisms_are_unsupported_by_the_architecture(host, mechanism):
     row, head = golden_repositories.HOSTS[host]
     with pytest.raises(
         ValueError, match=r"is of the encoder of T5|must be|cannot stand beside|is of encoders|needs a"
@@ -24,7 +24,7 @@ def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
 
 
 @pytest.mark.thorough
-def test_archives_are_made(monkeypatch, tmp_path):
+def test_golden_archives_are_made(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     maker = importlib.import_module("benchmarks.versions.golden_artefacts")
     monkeypatch.setattr(golden_repositories, "HOSTS", {"bart": golden_repositories.HOSTS["bart"]})

@@ -1,4 +1,4 @@
-"""The ONNX benchmark: T5's decoding step in ONNX Runtime generates what the model generates; the script runs."""
+"""Check the ONNX benchmark: T5's decoding step in ONNX Runtime generates the tokens of the model, and the script runs."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def benchmark(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 8, 1])
 @torch.no_grad()
-def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
+def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     torch.manual_seed(0)
     step = benchmark.decoding_step(benchmark.T5_TINY, kv_heads)
     model, new_tokens = step.model, 6
@@ -50,7 +50,7 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
 
 @pytest.mark.thorough
 @torch.no_grad()
-def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
+def test_torch_export_step_supports_every_batch_size(benchmark):
     step = benchmark.decoding_step(benchmark.T5_TINY, 2)
     step.model.set_attn_implementation("sdpa")
     inputs, shapes = benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step)
@@ -61,7 +61,7 @@ def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
 
 
 @pytest.mark.slow
-def test_the_script_runs(benchmark, minilm, monkeypatch, tmp_path):
+def test_onnx_latency_script_runs(benchmark, minilm, monkeypatch, tmp_path):
     options = ["--tiny", "--rounds", "2", "--num_key_value_heads", "4", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["onnx_latency.py", "--model_name_or_path", str(minilm), *options])
     benchmark.main(benchmark.parse_args())

@@ -1,4 +1,4 @@
-"""Ctrl-C: one line and a shell's status, from a command's imports to its end, and nothing else changes."""
+"""Check Ctrl-C: the command prints one line and exits with a shell's status, from its imports to its end."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ if __name__ == "__main__":
         (["theirs.py"], False),
     ],
 )
-def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
+def test_interrupt_during_imports_prints_one_line(argv, own, tmp_path):
     (tmp_path / "stub/other").mkdir(parents=True)
     (tmp_path / "stub/transformers.py").write_text(INTERRUPTING)
     (tmp_path / "stub/other/__init__.py").write_text("import hf_attn_variants\n")
@@ -83,7 +83,7 @@ def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
         assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
 
 
-def test_a_process_that_a_command_spawns_leaves_it_to_the_command(tmp_path):
+def test_spawned_process_ignores_the_interrupt(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError\n")
     program = tmp_path / "attn-variants"
     program.write_text(SPAWNING)
@@ -98,7 +98,7 @@ def test_a_process_that_a_command_spawns_leaves_it_to_the_command(tmp_path):
     assert (told.returncode, told.stdout) == (0, "_exit\nSIG_IGN\n"), told.stderr
 
 
-def test_in_a_commands_work_it_is_one_line(capsys):
+def test_interrupt_during_work_prints_one_line(capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -106,7 +106,7 @@ def test_in_a_commands_work_it_is_one_line(capsys):
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
-def test_a_commands_work_can_be_unwound():
+def test_interrupt_runs_cleanup_handlers():
     before, found = signal.signal(signal.SIGINT, errors._exit), []
     try:
         note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731
@@ -116,7 +116,7 @@ def test_a_commands_work_can_be_unwound():
     assert found == [errors._exit, signal.default_int_handler]
 
 
-def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):
+def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signals = StopSignals()

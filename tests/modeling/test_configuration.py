@@ -86,7 +86,7 @@ def test_field_name_with_another_word_is_not_a_misspelling(architecture):
         assert getattr(architecture.config(**{name: 5}), name) == 5
 
 
-def test_encoder_only_configuration_rejects_encoder_prefix():
+def test_wrong_field_prefix_error_suggests_the_field():
     with pytest.raises(ValueError, match="`cross_kv_lora_rank`"):
         hf_attn_variants.AttnVariantT5Config(cross_kv_rank=2)
     with pytest.raises(ValueError, match="`encoder_num_key_value_heads`"):

@@ -1,5 +1,4 @@
-"""Check latents as wide as the input (cached encoder outputs): any T5 or mT5 checkpoint decodes from encoder outputs.
-"""
+"""Check latents as wide as the input (cached encoder outputs): any T5 or mT5 checkpoint decodes from encoder outputs."""
 
 import pytest
 import torch
