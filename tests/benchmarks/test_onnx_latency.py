@@ -1,4 +1,4 @@
-"""Check the ONNX benchmark: T5's decoding step in ONNX Runtime generates the tokens of the model, and the script runs."""
+"""Check the ONNX benchmark: T5's decoding step in ONNX Runtime generates the tokens of the model."""
 
 import importlib
 import json

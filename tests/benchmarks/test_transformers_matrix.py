@@ -53,9 +53,7 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
 
 
 def test_matrix_detects_a_lost_cache(matrix, monkeypatch):
-    """Check a cache that is dropped, as by Transformers 5.24 for older code: single passes are right, also some
-    tokens.
-    """
+    """Check a cache that is dropped, as by Transformers 5.24 for older code: single passes are still right."""
     worker = importlib.import_module("benchmarks.versions.matrix_worker")
     name = worker._cache_name()
     for row, head in ((architectures.T5, "T5ForConditionalGeneration"), (architectures.BERT, "BertLMHeadModel")):

@@ -235,7 +235,7 @@ def generated_cache(model, steps, source, batch):
 
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"cross_talking_heads": "both"}], ids=str)
 def test_beam_cache_size_equals_a_real_search(fields):
-    """Compare with a search: we store a source once, except with cross-attention talking heads; Transformers per beam."""
+    """Compare with a search: we store a source once, except with talking heads in cross-attention."""
     head = "T5ForConditionalGeneration"
     own = T5.model(head, "mha", **fields)
     config = json.loads(own.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
@@ -251,7 +251,7 @@ def test_beam_cache_size_equals_a_real_search(fields):
 
 
 def searched_cache(model):
-    """Return the bytes of the cache after a search by three beams with six generated tokens, the last one not cached."""
+    """Return the bytes of the cache after a search by three beams with six generated tokens."""
     model.generation_config.eos_token_id = None
     ids = torch.randint(5, 60, (2, 4), generator=torch.Generator().manual_seed(0))
     options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}

@@ -106,7 +106,7 @@ def test_interrupt_during_work_prints_one_line(capsys):
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
-def test_interrupt_runs_cleanup_handlers():
+def test_command_work_uses_the_default_interrupt_handler():
     before, found = signal.signal(signal.SIGINT, errors._exit), []
     try:
         note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks a part: `from_pretrained` draws it at random, with a report that few read."""
+"""Check conversions of incomplete checkpoints, whose missing parts `from_pretrained` would initialize at random."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ENCODERS |= {"WhisperForAudioClassification"}
 @pytest.mark.parametrize(
     "name", ["intermediate.dense.weight", "layer.1.output.LayerNorm.bias", "word_embeddings.weight"]
 )
-def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
+def test_missing_part_of_the_model_raises_an_error(make_source, edit_tensors, tmp_path, name):
     source = make_source("BertForMaskedLM")
 
     def without(tensors):
@@ -31,7 +31,7 @@ def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
+def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertForSequenceClassification")
     edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
     with caplog.at_level("WARNING", "hf_attn_variants"):
@@ -39,7 +39,7 @@ def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
     assert "no 'classifier.weight', which is a part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
-def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
+def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertModel")
     expected = loaded(transformers.BertModel, source)
 
@@ -63,7 +63,7 @@ def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_whole_checkpoints_of_every_head_lack_nothing(host, tmp_path, caplog):
+def test_complete_checkpoints_give_no_warning(host, tmp_path, caplog):
     for head in host.heads:
         host.upstream_model(head).save_pretrained(tmp_path / head)
         of_decoder, *of_encoder = host.config_class.kv_heads_fields()

@@ -1,4 +1,4 @@
-"""What a conversion says of the whole model: measured on held-out examples, bounded, and strict if asked."""
+"""Check the quality of converted models on held-out examples: the measure, its interval, and `strict`."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
-def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes, measure, same):
+def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, measure, same):
     family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
     given = {name: value for name, value in changes.items() if name not in fields}
@@ -89,7 +89,7 @@ def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes
     assert (other.value < 0.9) if measure == "embeddings" else (other.value != 0)
 
 
-def test_outputs_that_are_no_numbers_are_not_kept():
+def test_nan_outputs_are_outside_tolerance():
     model, outputs = source_outputs(bert())
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
@@ -97,8 +97,8 @@ def test_outputs_that_are_no_numbers_are_not_kept():
     assert found.value is None and not found.is_kept and "not finite" in str(found)
 
 
-def test_texts_that_do_not_end_are_told_from_words_that_changed():
-    """One of ten that repeats itself to the limit makes most of the value: the summary says so."""
+def test_endless_texts_are_counted_separately_from_changed_words():
+    """Check that the summary names one repeating text of ten, which causes most of the value."""
     source = [list(range(10, 50)), [1, 2, 3]]
     assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are no loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
@@ -111,14 +111,14 @@ def test_texts_that_do_not_end_are_told_from_words_that_changed():
 
 
 @pytest.mark.thorough
-def test_a_model_that_does_not_end_is_counted():
+def test_generation_without_an_end_is_counted():
     model, outputs = source_outputs(t5(), max_length=40)
     assert outputs.compared_with(model).runaway == 0
     outputs._generation.suppress_tokens = [0, model.config.eos_token_id]
     assert outputs.compared_with(model).runaway == 128
 
 
-def test_examples_that_are_alike_say_nothing():
+def test_identical_examples_are_inconclusive():
     model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
     found = outputs_of(model, given).compared_with(model)
@@ -127,8 +127,8 @@ def test_examples_that_are_alike_say_nothing():
     assert str(Quality.of(found.to_dict())) == str(found)
 
 
-def test_text_that_the_source_does_not_know_says_nothing(caplog):
-    """A T5 that is sure of other words than its targets, as of a translation the wrong way round."""
+def test_text_unknown_to_the_source_is_inconclusive(caplog):
+    """Check a T5 that predicts other words than its targets, as for swapped source and target."""
     model = T5.upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
@@ -161,7 +161,7 @@ def quality(measure, value, interval=None, examples=100):
         ("embeddings", 0.7, (0.6, 0.79), "outside tolerance"),
     ],
 )
-def test_the_interval_decides(measure, value, interval, verdict):
+def test_interval_determines_the_verdict(measure, value, interval, verdict):
     found = quality(measure, value, interval)
     assert found.verdict == Quality.of(json.loads(json.dumps(found.to_dict()))).verdict == verdict
     assert found.is_kept is (verdict == "within tolerance")
@@ -169,7 +169,7 @@ def test_the_interval_decides(measure, value, interval, verdict):
     assert quality(measure, value, examples=1).verdict == "inconclusive"
 
 
-def test_wilsons_interval_and_that_of_texts_whose_tokens_change_together():
+def test_wilson_and_clustered_intervals_equal_their_formulas():
     counts = torch.ones(38)
     assert ratio_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
     found = torch.zeros(38)
@@ -183,7 +183,7 @@ def test_wilsons_interval_and_that_of_texts_whose_tokens_change_together():
     assert ratio_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
 
 
-def test_intervals_hold_the_true_ratio_as_often_as_they_say():
+def test_intervals_have_their_nominal_coverage():
     generator, hits = torch.Generator().manual_seed(0), {"share": 0, "mean": 0}
     for _ in range(400):
         counts = torch.randint(5, 30, (60,), generator=generator).double()
@@ -196,7 +196,7 @@ def test_intervals_hold_the_true_ratio_as_often_as_they_say():
 
 
 def classifier(head, rare_words, **fields):
-    """A model that gives class 1 to texts or tokens by their words, and the same one that always gives class 0."""
+    """Return a model that assigns class 1 by words, and a copy that always assigns class 0."""
     model = BERT.upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -210,8 +210,8 @@ def classifier(head, rare_words, **fields):
     return model
 
 
-def test_a_tagger_that_finds_nothing_is_outside_tolerance():
-    """Of all tokens it changes less than 10 %."""
+def test_tagger_without_tags_is_outside_tolerance():
+    """Check a tagger that changes less than 10% of all tokens."""
     model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
     same = outputs.compared_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
@@ -222,7 +222,7 @@ def test_a_tagger_that_finds_nothing_is_outside_tolerance():
     assert (found.value, found.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(found)
 
 
-def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolerance():
+def test_majority_classifier_is_outside_tolerance():
     given = calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
     rare = given.tokenizer(["k"], max_length=9)["input_ids"][0][0]
@@ -240,7 +240,7 @@ def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolera
 
 
 def labels(source, converted):
-    """A comparison of labels [b, labels]."""
+    """Return a comparison of labels [b, labels]."""
     _, outputs = source_outputs(
         BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
@@ -250,19 +250,19 @@ def labels(source, converted):
     return float(found.sum() / counts.sum())
 
 
-def test_labels_that_either_gives_count_and_labels_that_neither_gives_do_not():
+def test_only_labels_of_either_model_count():
     source = torch.tensor([[True, False, False], [False, True, False], [False, False, False]])
     converted = torch.tensor([[True, False, False], [False, False, True], [False, False, False]])
     assert labels(source, converted) == pytest.approx(2 / 3)
 
 
-def test_of_a_label_that_most_texts_have_those_without_it_count():
+def test_frequent_label_is_measured_on_texts_without_it():
     source = torch.tensor([[True]] * 9 + [[False]])
     assert labels(source, torch.ones(10, 1, dtype=torch.bool)) == 1.0
     assert labels(source, source) == 0.0
 
 
-def test_of_a_label_that_all_texts_have_the_scores_are_compared():
+def test_label_of_all_texts_is_compared_by_scores():
     fields = SEVERAL_LABELS | {"num_labels": 1}
     upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_of_a_label_that_all_texts_have_the_scores_are_compared():
     assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
 
 
-def test_of_examples_that_get_no_label_the_scores_are_compared():
+def test_examples_without_labels_are_compared_by_scores():
     upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
@@ -281,7 +281,7 @@ def test_of_examples_that_get_no_label_the_scores_are_compared():
     assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
 
 
-def test_the_error_of_scores_is_the_share_of_their_variance():
+def test_score_error_is_a_share_of_the_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
     found, counts = _compute_differences("scores", scores, others)
     assert float(found.sum() / counts.sum()) == pytest.approx(4 / 14)
@@ -290,7 +290,7 @@ def test_the_error_of_scores_is_the_share_of_their_variance():
     assert "one score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
 
 
-def test_bounds():
+def test_confidence_bounds_equal_reference_values():
     assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 5
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
         assert not Quality(name, value, BOUNDS[name], 9).is_kept
@@ -300,12 +300,12 @@ def test_bounds():
     ("first", "second", "distance"),
     [([], [1], 1), ([1, 2, 3], [1, 3], 1), ([1, 2], [2, 1], 2), ([5], [5], 0), ([1, 2, 3], [4, 2], 2)],
 )
-def test_edit_distance(first, second, distance):
+def test_edit_distance_counts_changed_words(first, second, distance):
     assert edit_distance(first, second) == edit_distance(second, first) == distance
 
 
 @pytest.mark.thorough
-def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
+def test_summary_report_and_card_contain_the_measure(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
@@ -324,8 +324,8 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
-    """A latent of two numbers holds nothing of keys and values of thirty-two."""
+def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
+    """Check a latent of two numbers for keys and values of thirty-two."""
     bert().save_pretrained(tmp_path / "source")
     given = {"kv_lora_rank": 2, "calibration": calibration()}
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **given)
@@ -343,14 +343,14 @@ def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
         convert(tmp_path / "source", **given, strict=True)
 
 
-def test_strict_needs_something_to_measure_on(tmp_path):
+def test_strict_without_held_out_text_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`strict` .*`calibration`"):
         convert(bert(), 2, method="mean", strict=True)
 
 
 @pytest.mark.thorough
-def test_the_model_is_given_back_as_it_was():
-    """Greedy outputs are compared, and how the user's model generates stays."""
+def test_measurement_restores_the_generation_settings():
+    """Check that comparing greedy outputs keeps the generation settings of the user's model."""
     model = t5()
     model.generation_config.num_beams = 3
     converted = convert(model.train(), 2, calibration=calibration(max_length=12))
@@ -358,8 +358,8 @@ def test_the_model_is_given_back_as_it_was():
 
 
 @pytest.mark.thorough
-def test_the_command_is_strict_and_quiet(tmp_path, capsys):
-    """Status 1 and no folder, or a warning; the errors of attentions only where they are asked for."""
+def test_convert_command_supports_strict_and_quiet(tmp_path, capsys):
+    """Check status 1 without a folder, or a warning; attention errors appear only on request."""
     lines = tmp_path / "lines.txt"
     lines.write_text("".join(f"{row}\n" for row in text()))
     source = tmp_path / "source"
@@ -382,7 +382,7 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_quick_conversion_of_recordings(tmp_path, capsys):
+def test_recordings_have_a_quality_measure(tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 60, seconds=0.5)
     line = ["convert", str(source), "--num_key_value_heads", "4", "--quick", "--output_dir", str(tmp_path / "out")]

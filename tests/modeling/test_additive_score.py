@@ -79,7 +79,7 @@ def test_compiled_additive_scores_equal_eager_ones():
 
 
 def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs):
-    """The attention function of an architecture, by the formula; a mask is boolean or None, and decoders are causal."""
+    """The attention function of an architecture, by the formula; masks are boolean or None."""
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
     if attention_mask is None and getattr(module, "is_causal", False) and n > 1:

@@ -1,4 +1,4 @@
-"""Check patterns of blocks: the keys of the formula, as a mask and in blocks, in functions and in every architecture."""
+"""Check patterns of blocks: the keys of the formula, masks and blocks of queries, and every architecture."""
 
 from functools import partial
 

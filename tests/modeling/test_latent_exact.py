@@ -1,4 +1,4 @@
-"""Check latents as wide as the input (cached encoder outputs): any T5 or mT5 checkpoint decodes from encoder outputs."""
+"""Check cached encoder outputs: with latents as wide as the input, any T5 or mT5 checkpoint decodes unchanged."""
 
 import pytest
 import torch
