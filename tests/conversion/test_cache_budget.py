@@ -57,7 +57,7 @@ def test_ranks_are_multiples_of_eight_if_they_fit():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A tiny T5's folder: width 32, two layers, 4 heads of size 8, and 64 key and value numbers per layer and token."""
+    """A tiny T5's folder: width 32, two layers, 4 heads of size 8, and 64 key and value numbers per layer."""
     return make_tiny_t5(tmp_path_factory.mktemp("t5"))
 
 

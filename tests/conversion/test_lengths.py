@@ -76,7 +76,7 @@ def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
     assert [len(rows) for _, rows in chunks] == [5, 5, 5, 5, 1, 1, 1]
 
 
-def test_target_lengths_count():
+def test_targets_determine_the_text_length():
     model = t5()
     found = add_text_lengths(
         given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config

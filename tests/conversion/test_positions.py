@@ -1,4 +1,4 @@
-"""Check repeated learned positions: their values, the recorded lengths, and windows on longer text."""
+"""Check longer learned positions: repeated or interpolated, the recorded lengths, and windows on longer text."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", [BERT, ENCODERS[0]], ids=lambda row: row.name)
-def test_longer_models_use_windows_on_longer_text(architecture, tmp_path):
+def test_learned_positions_are_interpolated(architecture, tmp_path):
     source = architecture.upstream_model(next(iter(architecture.heads)))
     source.save_pretrained(tmp_path / "source")
     first = 2 if architecture.name == "roberta" else 0

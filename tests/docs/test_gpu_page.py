@@ -1,4 +1,4 @@
-"""The figures on the page of the GPU runs agree with the reports; result_tables.py makes its tables."""
+"""Check that the numbers on the page of the GPU runs agree with the reports."""
 
 import importlib
 import json
@@ -23,26 +23,26 @@ REPORTS = {
     [(part, "") for part in ("parity", "kernel_truth", "kernel_truth_before", "training_loop")]
     + [("latent_kernel", "truth"), ("long_texts", "FlexAttention")],
 )
-def test_no_cell_of_correctness_failed(part, word):
+def test_all_correctness_cells_passed(part, word):
     cells = [cell for name, cell in REPORTS[part]["cells"].items() if word in name]
     assert cells and all(cell["status"] == "done" and cell["met"] for cell in cells)
 
 
 @pytest.mark.parametrize("part", sorted(set(REPORTS) - {name for name in REPORTS if name.endswith("_before")}))
-def test_the_page_says_how_much_of_a_part_was_run(part):
+def test_gpu_page_states_the_completed_share_of_each_part(part):
     report = REPORTS[part]
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{part}`")]
     assert f"{len(report['cells'])} of {report['cells_in_all']}" in row
 
 
-def test_the_launches_of_the_latent_kernel_are_the_current_ones(monkeypatch):
+def test_recorded_launches_of_the_latent_kernel_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     for width, launch in importlib.import_module("benchmarks.quality_tables").LAUNCHES.items():
         latent = torch.empty(1, 1, 1, width, device="meta")
         assert ", ".join(map(str, launch_of(latent, latent))) == launch
 
 
-def test_ratios_follow_from_the_tables():
+def test_ratios_agree_with_the_tables():
     steps = REPORTS["training_steps"]["cells"]
     (bert, t5) = (steps[f"{kind}, bfloat16"]["rows"] for kind in ("bert", "t5"))
     ratios = {
@@ -55,7 +55,7 @@ def test_ratios_follow_from_the_tables():
         assert float(said) == pytest.approx(ratio, abs=0.005)
 
 
-def test_errors_and_goals_follow_from_the_reports():
+def test_errors_and_targets_agree_with_the_reports():
     largest = {}
     for part in ("kernel_truth", "kernel_truth_before"):
         for name, cell in REPORTS[part]["cells"].items():

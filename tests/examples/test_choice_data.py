@@ -1,4 +1,4 @@
-"""Tables of questions with choices: columns by name, formats of answers, any number of choices, errors."""
+"""Check tables of questions with choices: columns, answer formats, numbers of choices, and errors."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from hf_attn_variants.training.engine.tables import SplitRow
 
 @pytest.fixture
 def load(tmp_path):
-    """Writes files by name and reads those that are called train, dev and test, with these flags."""
+    """A function that writes files and reads train, dev and test with given flags."""
 
     def call(files, *flags):
         argv = ["model", "--output_dir", "out"]
@@ -43,7 +43,7 @@ def rows_of(split):
 # Data sets that are known
 
 
-def test_race_is_known_by_its_columns(load):
+def test_race_format_is_detected_by_its_columns(load):
     rows = [
         {"article": "It rains.", "question": "It is _ .", "options": ["wet", "dry"], "answer": "A", "example_id": "1"},
         {"article": "It rains.", "question": "What falls?", "options": ["rain", "snow"], "answer": "B", "x": "2"},
@@ -57,7 +57,7 @@ def test_race_is_known_by_its_columns(load):
     assert found.answer_format == "letter" and "label" not in rows_of(found.splits["test"])
 
 
-def test_swag_is_known_by_its_columns(load):
+def test_swag_format_is_detected_by_its_columns(load):
     header = ",video-id,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
     rows = "0,v,A man. He,A man.,He,gold,runs.,sits.,eats.,sleeps.,1\n1,v,s,A dog.,It,gold,a.,b.,c.,d.,2\n"
     found = load({"train.csv": header + rows, "dev.csv": header + rows})
@@ -72,7 +72,7 @@ def test_swag_is_known_by_its_columns(load):
         load({"train.csv": other})
 
 
-def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkeypatch):
+def test_hub_swag_has_label_names_and_unlabeled_test_rows(monkeypatch):
     texts = {name: Value("string") for name in ("sent1", "sent2", *(f"ending{i}" for i in range(4)))}
     features = Features({**texts, "label": ClassLabel(names=["0", "1", "2", "3"])})
     row = {name: name for name in texts}
@@ -84,7 +84,7 @@ def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkey
     assert "label" not in found["test"].data.column_names and len(found["test"]) == 1
 
 
-def test_nested_choices_are_found(monkeypatch):
+def test_nested_choices_are_read(monkeypatch):
     features = Features(
         {
             "question": Value("string"),
@@ -102,7 +102,7 @@ def test_nested_choices_are_found(monkeypatch):
 # A user's own columns
 
 
-def test_columns_may_have_any_name_and_rows_any_number_of_choices(load):
+def test_column_names_and_choice_counts_are_free(load):
     text = "about\tasked\tone\ttwo\tthree\tright\nA cat.\tWho?\tcat\tdog\t\t2\nA dog.\tWho?\tcat\tdog\thorse\t3\n"
     flags = "--context_column", "about", "--question_column", "asked", "--choices_columns", "one", "two", "three"
     found = load({"train.tsv": text}, *flags, "--answer_column", "right")
@@ -114,7 +114,7 @@ def test_columns_may_have_any_name_and_rows_any_number_of_choices(load):
     assert found.answer_format == "from_1"
 
 
-def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
+def test_csv_lists_are_json_and_contexts_are_optional(load):
     text = 'question,choices,answer\nWho?,"[""a cat"", ""a dog""]",a dog\n'
     found = load({"train.csv": text})
     assert rows_of(found.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
@@ -123,7 +123,7 @@ def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
 
 
-def test_columns_are_numbered(load):
+def test_numbered_columns_are_choices(load):
     ten = ",".join(f"choice{i}" for i in range(1, 12))
     values = ",".join(f"t{i}" for i in range(1, 12))
     found = load({"train.csv": f"context,{ten},label\nx,{values},11\n"})
@@ -149,7 +149,7 @@ def rows_with(answers, choices):
         (["t1", "t0"], 3, ("text", [1, 0])),
     ],
 )
-def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected):
+def test_answer_format_is_detected_from_all_rows(answers, count, expected):
     choices = [[f"t{i}" for i in range(count)]] * len(answers)
     found = find_answer_format(rows_with(answers, choices))
     places = [find_choice(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
@@ -170,12 +170,12 @@ def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected
         (["0", "3"], [list("xyz")] * 2, "fit none of"),
     ],
 )  # fmt: skip
-def test_answers_that_fit_two_formats_or_none_are_an_error(answers, choices, message):
+def test_ambiguous_or_unknown_answer_formats_raise_an_error(answers, choices, message):
     with pytest.raises(ValueError, match=f"^row 0: --answer_format.*{message}"):
         find_answer_format(rows_with(answers, choices))
 
 
-def test_the_training_rows_decide_for_all(load):
+def test_training_rows_determine_the_answer_format(load):
     def rows(*labels):
         return [{"context": "c", "choices": ["x", "y", "z"], "label": label} for label in labels]
 
@@ -204,14 +204,14 @@ def test_the_training_rows_decide_for_all(load):
         ({"context": 5}, "Column 'context'"),
     ],
 )
-def test_a_bad_row_is_named(load, change, message):
+def test_invalid_row_error_names_the_row(load, change, message):
     row = {"context": "c", "choices": ["x", "y"], "answer": "A"}
     with pytest.raises(ValueError, match=f"train.jsonl, (line 1, )?row 1.*{message}|{message}") as caught:
         load({"train.jsonl": [{**row, **change}, row]})
     assert "train.jsonl" in str(caught.value)
 
 
-def test_answers_of_some_test_rows_are_not_dropped(load):
+def test_partly_labeled_test_rows_raise_an_error(load):
     row = {"context": "c", "choices": ["x", "y"]}
     known = [row | {"answer": answer} for answer in "AB"]
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has it"):
@@ -248,12 +248,12 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
         ),
     ],
 )
-def test_columns_that_are_not_found_are_asked_for(load, row, message):
+def test_missing_columns_error_names_the_flag(load, row, message):
     with pytest.raises(ValueError, match=message):
         load({"train.jsonl": [row]})
 
 
-def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
+def test_choices_with_equal_tokens_are_counted(tiny_bert, caplog):
     choice_model = ChoiceHead.__new__(ChoiceHead)
     choice_model.tokenizer, choice_model.settings = (
         AutoTokenizer.from_pretrained(tiny_bert),
@@ -266,7 +266,7 @@ def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
     assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
 
 
-def test_choices_of_a_dataset_folder_are_those_of_its_files(tmp_path):
+def test_dataset_folder_gives_the_same_rows_as_its_files(tmp_path):
     rows = "question,choice1,choice2,choice3,choice4,answer\nlegs?,two,NA,null,None,A\n"
     for split in ("train", "validation"):
         (tmp_path / f"{split}.csv").write_text(rows)

@@ -1,4 +1,4 @@
-"""The multiple-choice example: the loss of Transformers, questions of any size, whole runs, two processes."""
+"""Check the multiple-choice example: Transformers' loss, any number of choices, whole runs, and two processes."""
 
 import json
 
@@ -24,7 +24,7 @@ ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar",
 
 
 def questions(count=16):
-    """The animal is right, among one to three others."""
+    """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
         place = i % (len(others) + 1)
@@ -67,7 +67,7 @@ def lines_of(path):
 
 @pytest.mark.parametrize("row", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
-def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
+def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith("ForMultipleChoice"))
     model = row.model(head, variant)
     torch.manual_seed(1)
@@ -94,7 +94,7 @@ def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
     assert all(torch.isfinite(each.grad).all() for each in model.parameters() if each.grad is not None)
 
 
-def test_a_batch_has_as_many_choices_as_its_largest_question(tiny_bert):
+def test_batch_is_padded_to_its_largest_number_of_choices(tiny_bert):
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     texts = [["a cat", "a dog in a house"], ["a", "b", "c"]]
     rows = [{**tokenizer(["man"] * len(each), each), "label": i, "length": 1} for i, each in enumerate(texts)]
@@ -115,7 +115,7 @@ def test_a_batch_has_as_many_choices_as_its_largest_question(tiny_bert):
 # Whole runs
 
 
-def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_bert, tmp_path):
+def test_variant_learns_choices_and_predicts_probabilities(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     convert_checkpoint(learner, tmp_path / "gqa", 2)
     results, out = run("--num_train_epochs", 12, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
@@ -141,7 +141,7 @@ def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_be
 
 
 @pytest.mark.thorough
-def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
+def test_saved_model_evaluates_and_predicts(run, files, capsys):
     first, out = run("--max_train_steps", 3, test=files["dev"])
     assert first["test_accuracy"] == first["eval_accuracy"] and first["test_loss"] == pytest.approx(first["eval_loss"])
     again, _ = run("--num_train_epochs", 0, model=out, out="again", train=None)
@@ -155,7 +155,7 @@ def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
     assert (cut["train_samples"], cut["eval_samples"]) == (3, 2)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run):
+def test_resumed_multiple_choice_run_is_bitwise_equal(run):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "accuracy"]
     whole, out = run(*flags, "--checkpointing_steps", 3)
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
@@ -167,7 +167,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(run, flags, tmp_path):
+def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_path):
     more = ["--num_train_epochs", 2, "--dropout_rate", 0, "--logging_steps", 1, "--per_device_eval_batch_size", 3]
     expected, out = run(*more, batch=8)
     statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
@@ -183,7 +183,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(run, flags, tmp_pat
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
-def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp_path):
+def test_other_heads_are_initialized_and_other_models_raise(run, tiny_bert, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=3)
@@ -201,7 +201,7 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
     assert not (tmp_path / "no").exists()
 
 
-def test_the_card_says_how_to_choose(run):
+def test_card_shows_how_to_choose_an_answer(run):
     results, out = run("--max_train_steps", 1)
     card = str(model_card(out, "me/x"))
     assert "pipeline_tag: multiple-choice" in card and "AutoModelForMultipleChoice" in card

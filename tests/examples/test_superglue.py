@@ -1,4 +1,4 @@
-"""The SuperGLUE example with an encoder: whole runs on each task, learning, resumes, cards."""
+"""Check the SuperGLUE example with an encoder: whole runs per task, learning, resumed runs and cards."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def lines_of(path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task):
+def test_every_superglue_task_trains_and_writes_all_outputs(run, tiny_bert, tmp_path, task):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
     results, out = run(task, "--max_train_steps", 2, "--group_by_length", model=tmp_path / "gqa")
     spec = TASKS[task]
@@ -64,7 +64,7 @@ def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task
 
 
 @pytest.mark.thorough
-def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
+def test_model_learns_copa_and_boolq(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     flags = "--num_train_epochs", 20, "--dropout_rate", 0
     results, out = run("copa", *flags, model=learner)
@@ -74,7 +74,7 @@ def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
     assert results["eval_accuracy"] > 0.7
 
 
-def test_a_submission_is_what_the_saved_model_says(run, tmp_path):
+def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 4)
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(out).eval(),
@@ -86,7 +86,7 @@ def test_a_submission_is_what_the_saved_model_says(run, tmp_path):
         assert said == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
 
 
-def test_first_questions_are_whole_ones(run):
+def test_first_rows_are_whole_questions(run):
     results, out = run("multirc", "--max_train_steps", 1, "--max_eval_samples", 3, "--max_train_samples", 2)
     assert results["eval_samples"] == 7 and results["train_samples"] == 4
     assert len(lines_of(out / "predictions_dev_MultiRC.jsonl")) == 2
@@ -94,7 +94,7 @@ def test_first_questions_are_whole_ones(run):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["record", "copa"])
-def test_a_resumed_run_ends_with_the_same_bits(run, task):
+def test_resumed_superglue_run_is_bitwise_equal(run, task):
     flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]
     whole, out = run(task, *flags, "--checkpointing_steps", 3)
     resumed, other = run(task, *flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
@@ -103,7 +103,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, task):
 
 
 def diagnostic_rows(name, count=12):
-    """Rows in the official form: AX-b's fields are called as GLUE's, AX-g's pairs differ in a pronoun."""
+    """Return rows in the official form: AX-b with GLUE's field names, AX-g with pairs that differ in a pronoun."""
     for i in range(count):
         label = ("entailment", "not_entailment")[i // 2 % 2]
         if name == "AX-b":
@@ -116,7 +116,7 @@ def diagnostic_rows(name, count=12):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", ["bert", "t5"])
-def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, host):
+def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, host):
     model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
     for name in ("AX-b", "AX-g"):
         (tmp_path / name).mkdir()
@@ -139,7 +139,7 @@ def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, 
     assert len(lines_of(folder / "predictions_AX-g.jsonl")) == 11
 
 
-def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
+def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
     loaded = []
 
     def load(dataset, name, split):
@@ -164,12 +164,12 @@ def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
         ),
     ],
 )
-def test_bad_flags_are_refused(flags, message):
+def test_superglue_rejects_invalid_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["m", "--output_dir", "o", *flags])
 
 
-def test_the_card_names_the_benchmark_and_not_glues_task(run):
+def test_card_names_superglue_instead_of_glue(run):
     _, out = run("rte", "--max_train_steps", 2)
     card = str(model_card(out, "me/x"))
     assert "SuperGLUE RTE" in card and "GLUE RTE" not in card.replace("SuperGLUE RTE", "")

@@ -1,4 +1,4 @@
-"""SuperGLUE's official files and the Hub's rows as texts, its metrics by their own formulas, its submissions."""
+"""Check SuperGLUE's official files and the Hub's rows as texts, its metrics, and its submissions."""
 
 import json
 
@@ -60,12 +60,12 @@ def load(task, data_dir):
         ("wsc", (("The * cat man * sees a house, and # it # is big.",),)),
     ],
 )
-def test_a_row_is_read_as_these_texts(tmp_path, task, texts):
+def test_row_becomes_the_expected_texts(tmp_path, task, texts):
     assert read(tmp_path, task, official_rows(task, 1))[0].texts == texts
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_hubs_rows_are_the_official_ones(tmp_path, monkeypatch, task):
+def test_hub_rows_equal_the_official_rows(tmp_path, monkeypatch, task):
     official = load(task, write_superglue(tmp_path / "official", task))
     rows = Dataset.from_list(hub_rows(task))
     hub = DatasetDict({"train": rows, "validation": rows.select(range(2)), "test": rows})
@@ -84,7 +84,7 @@ def test_the_hubs_rows_are_the_official_ones(tmp_path, monkeypatch, task):
         (9, "it", "It sees a * dog * and # it # is big."),
     ],
 )
-def test_the_span_nearest_to_its_number_is_marked(tmp_path, index, text, expected):
+def test_span_nearest_to_its_index_is_marked(tmp_path, index, text, expected):
     target = {"span1_index": 3, "span1_text": "dog", "span2_index": index, "span2_text": text}
     row = {"text": "It sees a dog and it is big.", "target": target, "idx": 0, "label": True}
     assert read(tmp_path, "wsc", [row])[0].texts == ((expected,),)
@@ -104,7 +104,7 @@ def test_the_span_nearest_to_its_number_is_marked(tmp_path, index, text, expecte
         ("record", {"qas": [{"query": "no place", "answers": [{"text": "a"}], "idx": 0}]}, "@placeholder"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_row(tmp_path, task, change, message):
+def test_invalid_data_error_names_the_row(tmp_path, task, change, message):
     rows = official_rows(task, 1)
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1, row 1.*{message}"):
         read(tmp_path, task, [{**rows[0], **change}])
@@ -114,11 +114,11 @@ def test_what_is_wrong_is_named_with_its_row(tmp_path, task, change, message):
 
 
 def scores_for(labels, count):
-    """Logits whose largest is that of each label."""
+    """Return logits whose largest value is at each label."""
     return np.eye(count)[np.asarray(labels)] + np.random.default_rng(0).normal(0, 0.1, (len(labels), count))
 
 
-def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
+def test_cb_score_is_the_mean_of_accuracy_and_macro_f1(tmp_path):
     task, examples = get_superglue_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
     true, said = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
     f1 = []
@@ -132,7 +132,7 @@ def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
     assert found["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
 
 
-def test_multirc_has_f1_over_all_answers_and_whole_questions(tmp_path):
+def test_multirc_scores_answers_and_whole_questions(tmp_path):
     task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
     said = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
@@ -148,7 +148,7 @@ def test_multirc_has_f1_over_all_answers_and_whole_questions(tmp_path):
     assert found["combined_score"] == pytest.approx((found["f1a"] + found["exact_match"]) / 2)
 
 
-def test_record_takes_the_likeliest_candidate_and_the_nearest_answer(tmp_path):
+def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path):
     passage = {"text": "The New York Times and New York and Bob", "entities": []}
     names = ("The New York Times", "New York", "Bob")
     for name in names:
@@ -166,7 +166,7 @@ def test_record_takes_the_likeliest_candidate_and_the_nearest_answer(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["boolq", "rte", "wic", "wsc"])
-def test_the_others_have_accuracy(tmp_path, task):
+def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
     examples = read(tmp_path, task, official_rows(task))
     said = [0, 1, 1, 1, 0, 0, 1, 0]
     expected = np.mean([example.labels[0] == each for example, each in zip(examples, said, strict=True)])
@@ -205,7 +205,7 @@ def test_the_others_have_accuracy(tmp_path, task):
         ),
     ],
 )  # fmt: skip
-def test_a_submission_is_in_the_official_form(tmp_path, task, said, expected):
+def test_submission_has_the_official_format(tmp_path, task, said, expected):
     rows = [row for row in official_rows(task, 2)]
     examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
     count = len(get_superglue_task(task).labels)

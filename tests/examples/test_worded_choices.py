@@ -1,4 +1,4 @@
-"""Both examples with an encoder-decoder: T5's wording, the probabilities of choices, whole runs."""
+"""Check both examples with an encoder-decoder: T5's wording, the probabilities of choices, and whole runs."""
 
 import json
 from types import SimpleNamespace
@@ -78,19 +78,19 @@ def lines_of(path):
         ("wsc", ["wsc text: The * cat man * sees a house, and # it # is big."]),
     ],
 )
-def test_rows_are_worded_as_t5s_code_does(task, t5_texts):
+def test_rows_are_worded_like_t5(task, t5_texts):
     [example] = make_examples(get_superglue_task(task), [("row 1", official_rows(task, 1)[0])])
     assert list(example.t5_texts) == t5_texts
 
 
-def test_paragraphs_of_multirc_lose_their_html():
+def test_multirc_paragraphs_have_no_html():
     row = official_rows("multirc", 1)[0]
     row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
     [example] = make_examples(get_superglue_task("multirc"), [("row 1", row)])
     assert example.t5_texts[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
 
 
-def test_a_query_of_record_is_learned_once_for_each_right_answer():
+def test_record_query_has_one_training_row_per_right_answer():
     training = SuperGlueChoice.__new__(SuperGlueChoice)
     training.task, training.config = get_superglue_task("record"), SimpleNamespace(is_encoder_decoder=True)
     examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
@@ -102,7 +102,7 @@ def test_a_query_of_record_is_learned_once_for_each_right_answer():
     assert training._to_logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
 
 
-def test_questions_are_worded_as_unifiedqa_does():
+def test_questions_are_worded_like_unifiedqa():
     row = {"question": None, "text1": "which is best conductor?", "choices": ["iron", "feather"]}
     assert format_question(row) == r"which is best conductor? \n (A) iron (B) feather"
     t5_texts = format_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
@@ -114,7 +114,7 @@ def test_questions_are_worded_as_unifiedqa_does():
 
 @pytest.mark.parametrize("row", [T5, *ENCODER_DECODERS], ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["mha", "gqa", "latent"])
-def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
+def test_choice_log_probabilities_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith(("ForConditionalGeneration", "MTModel")))
     model = row.model(head, variant)
     sources, choices = token_ids(2, 9), token_ids(2, 3, 4)
@@ -140,7 +140,7 @@ def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
 
 
 def questions(count=16):
-    """The animal is right, among one to three others."""
+    """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
         place = i % (len(others) + 1)
@@ -176,7 +176,7 @@ def choose(flags, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
+def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kind):
     source = make_writer(kind, TEXT, tmp_path / "source")
     convert_checkpoint(source, tmp_path / "gqa", 2)
     results, out = choose("--num_train_epochs", 15, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
@@ -201,7 +201,7 @@ def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_ends_with_the_same_bits(choose):
+def test_resumed_text_run_is_bitwise_equal(choose):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
     whole, out = choose(*flags, "--checkpointing_steps", 3)
     resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_with_the_same_bits(choose):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_path):
+def test_two_processes_equal_one_process_with_a_double_batch_in_words(choose, flags, tmp_path):
     more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
     expected, out = choose(*more, batch=8)
     statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
@@ -222,7 +222,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
-def test_models_of_several_languages_raise_an_error(choose, tmp_path):
+def test_multilingual_models_raise_an_error(choose, tmp_path):
     folder = tmp_path / "mbart"
     folder.mkdir()
     TOKENIZERS["mbart50"](folder).save_pretrained(folder)
@@ -255,7 +255,7 @@ def run(writer, tmp_path):
     "task",
     [pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow) for task in TASKS],
 )
-def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog, task):
+def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, caplog, task):
     results, out = run(task, "--max_train_steps", 2, "--group_by_length")
     spec = TASKS[task]
     assert results["task_name"] == task and results["worded"] is True
@@ -270,7 +270,7 @@ def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog
 
 
 @pytest.mark.thorough
-def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
+def test_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):

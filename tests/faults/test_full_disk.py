@@ -1,4 +1,4 @@
-"""A disk without room for any one file, at each write of each command: one line of error, and nothing half written.
+"""Check each command with a disk that fills at each write: a one-line error, and no partial results.
 
 Each command runs in a process of its own as often as it opens files to write, and as it writes files of different
 sizes: each time another one does not fit. Some of it is tried by default, all with `-m slow`.
@@ -51,8 +51,8 @@ def argv_of(command, source, flags, out):
     ]
 
 
-class NoRoom:
-    """Opening the file of one number, of those below a folder that are opened to write, fails for want of room."""
+class DiskFullAtOpen:
+    """An `open` that fails for one file, by its number among the files below a folder that are opened to write."""
 
     def __init__(self, folder):
         self.folder, self.number, self.seen = str(folder), None, 0
@@ -76,7 +76,7 @@ class NoRoom:
 
 
 def called(argv):
-    """The exit status of a command and its stderr, without warnings."""
+    """Return the exit status of a command and its stderr without warnings."""
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
         status = cli.main(argv)
@@ -84,9 +84,9 @@ def called(argv):
 
 
 def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
-    """All of a command's tries, or `most` of them, in this process; prints how many failed."""
+    """Run all tries of a command in this process, or `most` of them; print how many failed."""
     logging.raiseExceptions = False  # stderr is a file here, and full as well
-    no_room, failed = NoRoom(folder), []
+    no_room, failed = DiskFullAtOpen(folder), []
     with no_room.at(0):
         status, errors = called(argv_of(command, source, flags, folder / "whole"))
     assert status == 0, errors
@@ -119,7 +119,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
     ("command", "most"),
     [*((each, 8) for each in QUICK), *(pytest.param(each, None, marks=pytest.mark.slow) for each in COMMANDS)],
 )
-def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
+def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_path):
     kind, flags, whole_or_nothing = COMMANDS[command]
     sources = tmp_path / "sources"
     (sources / "text").mkdir(parents=True)
@@ -139,8 +139,8 @@ def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
     assert done["failed"] >= 3, done
 
 
-def test_the_plan_of_a_push_writes_nothing(tmp_path):
-    """`push --dry_run` needs no room."""
+def test_push_dry_run_writes_no_file(tmp_path):
+    """Check that `push --dry_run` needs no disk space."""
     bert = make_tiny_bert(tmp_path / "bert")
     assert cli.main(["convert", str(bert), "--output_dir", str(tmp_path / "gqa"), "--num_key_value_heads", "2"]) == 0
     before = contents(tmp_path)

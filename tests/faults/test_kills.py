@@ -1,4 +1,4 @@
-"""SIGKILL at drawn points of real runs: nothing is lost or taken for whole half written, and the next run goes on.
+"""Check SIGKILL at random points of real runs: results are complete or absent, and the next run continues.
 
 Two points of a conversion and a push, and twenty of these and of a training with `-m slow`; the default tests of
 training's checkpoints (`training/test_checkpoints.py`) kill it too.
@@ -36,7 +36,7 @@ def contents(folder):
 
 
 def assert_readable(folder):
-    """Every file of ours that has its own name, and not a temporary one, is whole."""
+    """Check that every file of ours with its final name is complete."""
     for path in folder.rglob("*"):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -61,7 +61,7 @@ def log_of(out):
 
 
 @pytest.mark.slow
-def test_training(bert, tmp_path):
+def test_killed_training_resumes(bert, tmp_path):
     whole = tmp_path / "whole"
     things, seconds = run_watched(train, bert, whole)
     expected = contents(whole)
@@ -90,7 +90,7 @@ def convert_to(bert, out):
 @pytest.mark.thorough
 @COUNTS
 @pytest.mark.parametrize("exists", [False, True])
-def test_conversion(bert, tmp_path, count, exists):
+def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
     whole = tmp_path / "whole"
     if exists:
         whole.mkdir()
@@ -129,7 +129,7 @@ def fill(weights, out):
 
 
 @pytest.mark.thorough
-def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_path):
+def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
     (tmp_path / "whole").mkdir()
     convert_to(bert, tmp_path / "model")
     things, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
@@ -146,7 +146,7 @@ def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_pat
 
 
 def without_names(files, folder):
-    """Without the seconds, and with one name for the folder, in the report; and without the card.
+    """Return files without times and the card, and with one name for the folder.
 
     The card has the folder's name, and is written when the checkpoint is whole and in place: a kill may come between.
     """
@@ -165,7 +165,7 @@ def push(folder, url):
 
 @pytest.mark.thorough
 @COUNTS
-def test_push(bert, tmp_path, count, monkeypatch):
+def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
     convert_to(bert, tmp_path / "bert-gqa2")
     before = contents(tmp_path / "bert-gqa2")
     with LocalHub() as hub:

@@ -1,4 +1,4 @@
-"""A second run into a folder that holds a model, killed or out of room at any point: the old model, the new, or none.
+"""Check runs into a folder with a model, killed or on a full disk at any point: the old model, the new one, or none.
 
 What a kill would leave is copied before each thing that a run does to a file: that is what SIGKILL leaves, for the
 system keeps what was written. Two real kills beside it, more with `-m slow`.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.test_full_disk import NoRoom, called
+from faults.test_full_disk import DiskFullAtOpen, called
 from faults.test_kills import contents
 from fixtures.full_disk import full_disk
 from fixtures.glue.tiny_bert import make_tiny_bert
@@ -60,7 +60,7 @@ OLD_FILES = ("README.md", "conversion_report.json", "all_results.json", "generat
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What is trained on, and two models that lie in the output folder before: of a BERT and of a T5."""
+    """Training data, and the old models of the output folder: a BERT and a T5."""
     folder = tmp_path_factory.mktemp("sources")
     make_tiny_bert(folder / "BERT")
     make_bert(folder / "SENTENCES", folder / "BERT")
@@ -80,7 +80,7 @@ def sources(tmp_path_factory):
 
 
 def make_old(sources, out):
-    """A sharded T5, or BERT, with all that may lie beside one, and files of the user's own."""
+    """Write a sharded T5 or BERT with all optional files, and files of the user."""
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_pretrained(sources / "T5")
@@ -103,13 +103,13 @@ def argv_of(command, sources, out):
 
 
 def model_of(folder):
-    """What makes the model in a folder: by name, without what is hidden."""
+    """Return the files that make up the model in a folder, without hidden files."""
     found = contents(folder)
     return {name: found[name] for name in found if MODEL.fullmatch(name) and not name.startswith(".")}
 
 
 def judged(folder, old, new):
-    """Which model a folder holds for every loader; fails where it is mixed, or lost without a word."""
+    """Return which model a folder contains for every loader; fail if models are mixed or lost without an error."""
     from transformers import AutoConfig, AutoModel, BertModel
 
     assert (folder / "mine.txt").read_text() == (folder / "mine.safetensors").read_text() == "the user's"
@@ -134,7 +134,7 @@ def judged(folder, old, new):
 
 
 def check_tokenizer(folder, old, new):
-    """Refused, or what its files say is of one model."""
+    """Check that the tokenizer raises an error, or that its files belong to one model."""
     from transformers import AutoTokenizer
 
     found = {name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)}
@@ -147,7 +147,7 @@ def check_tokenizer(folder, old, new):
 
 
 class Copies:
-    """Copies a folder before each thing that is done to a file, where it differs from the last copy."""
+    """Copy a folder before each file operation, if it differs from the last copy."""
 
     def __init__(self, folder, places):
         self.folder, self.places, self.last, self.busy, self.count = folder, places, None, False, 0
@@ -193,7 +193,7 @@ def copy_at_each_change(command, sources, folder):
 @pytest.mark.parametrize(
     "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in TRAININGS if each not in QUICK)]
 )
-def test_what_a_kill_leaves_at_each_change(command, sources, tmp_path):
+def test_kill_at_each_change_leaves_one_model(command, sources, tmp_path):
     statuses, output = run_processes(1, copy_at_each_change, command, sources, tmp_path)
     assert statuses == [0], output[-3000:]
     seen = json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
@@ -208,7 +208,7 @@ def run_here(command, sources, out):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_real_kills(count, sources, tmp_path):
+def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
     whole = shutil.copytree(before, tmp_path / "whole")
     things, seconds = run_watched(run_here, "glue", sources, whole)
@@ -224,7 +224,7 @@ def test_real_kills(count, sources, tmp_path):
 
 def fill_at_each_write(command, sources, folder, most):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
-    no_room = NoRoom(folder)
+    no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
     old, whole = model_of(before), shutil.copytree(before, folder / "whole")
     with no_room.at(0):
@@ -251,13 +251,13 @@ def fill_at_each_write(command, sources, folder, most):
 @pytest.mark.parametrize(
     ("command", "most"), [("glue", 6), *(pytest.param(each, None, marks=pytest.mark.slow) for each in TRAININGS)]
 )
-def test_a_full_disk_at_each_write(command, most, sources, tmp_path):
+def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_path):
     statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, most)
     assert statuses == [0], output[-3000:]
     assert "old" in json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
 
 
-def test_a_run_in_its_own_folder_keeps_what_belongs_to_its_model(sources, tmp_path):
+def test_run_in_its_own_folder_keeps_the_files_of_its_model(sources, tmp_path):
     own = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
     (own / "README.md").write_text("---\nlicense: mit\n---\n")
     argv = [each if each != str(sources / "SENTENCES") else str(own) for each in argv_of("uptrain", sources, own)]

@@ -1,4 +1,4 @@
-"""Saved models give the same outputs when they are loaded again, and saved trainings end with the same weights.
+"""Check that saved models give the same outputs after loading, and that saved trainings end with the same weights.
 
 The archives beside this file were made by `benchmarks/versions/golden_artefacts.py`; their manifests say by which
 code and on which machine. Whether repositories load by the code inside them is the question of
@@ -36,7 +36,7 @@ WEIGHTS_TOLERANCE = 1e-5
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory):
-    """The folder of what is in an archive and the machine that made it, by the archive's name; each unpacked once."""
+    """The folder of an archive and the machine that made it, by the archive's name; unpacked once."""
     found = {}
 
     def folder(name):
@@ -49,8 +49,8 @@ def unpacked(tmp_path_factory):
 
 
 @contextmanager
-def maybe_refused(name):
-    """Let the body load something, or, where it is on the list, be refused in the words that stand there."""
+def allow_listed_errors(name):
+    """Let the body load something, or raise an error that is on the list."""
     if name not in REFUSED:
         yield
         return
@@ -60,7 +60,7 @@ def maybe_refused(name):
 
 def check_outputs(folder, name):
     inputs, expected = load_expected(folder)
-    with maybe_refused(name):
+    with allow_listed_errors(name):
         architecture = AutoConfig.from_pretrained(folder).architectures[0]
         model_class = getattr(hf_attn_variants, architecture)
         model, info = model_class.from_pretrained(folder, output_loading_info=True)
@@ -74,13 +74,13 @@ def check_outputs(folder, name):
 
 
 @pytest.mark.parametrize("name", MODELS["repositories"])
-def test_a_repository_gives_what_it_gave(unpacked, name):
+def test_saved_repository_gives_the_recorded_outputs(unpacked, name):
     check_outputs(unpacked("models")[0] / "repositories" / name, f"repositories/{name}")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS["converted"])
-def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacked, name):
+def test_converted_folder_gives_the_recorded_outputs_and_history(unpacked, name):
     folder = unpacked("models")[0] / "converted" / name
     check_outputs(folder, f"converted/{name}")
     history = read_history(folder)
@@ -91,7 +91,7 @@ def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacke
     assert all(step["kind"] == "conversion" for step in history.steps)
 
 
-def test_there_is_an_artefact_of_each_host_and_command(unpacked):
+def test_every_architecture_and_command_has_an_archive(unpacked):
     folder = unpacked("models")[0]
     types = {AutoConfig.from_pretrained(folder / "repositories" / name).model_type for name in MODELS["repositories"]}
     assert len(types) == 13 and len(MODELS["repositories"]) == 397
@@ -102,11 +102,11 @@ def test_there_is_an_artefact_of_each_host_and_command(unpacked):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_goes_on_to_the_weights_that_it_ended_with(unpacked, tmp_path, name):
+def test_resumed_training_ends_with_the_recorded_weights(unpacked, tmp_path, name):
     folder, made_on = unpacked("trainings")
     run = shutil.copytree(folder / name, tmp_path / "run")
     saved = json.loads((run / COMMAND).read_text(encoding="utf-8"))
-    with maybe_refused(f"trainings/{name}"):
+    with allow_listed_errors(f"trainings/{name}"):
         results = run_training(run, saved["command"], [*saved["argv"], "--resume_from_checkpoint", "latest"])
         if made_on["rounding"] == machine()["rounding"]:
             assert results["train_loss"] == saved["train_loss"]
@@ -119,7 +119,7 @@ def test_a_training_goes_on_to_the_weights_that_it_ended_with(unpacked, tmp_path
             torch.testing.assert_close(found[key], tensor, atol=WEIGHTS_TOLERANCE * largest, rtol=0, msg=key)
 
 
-def test_an_archive_gives_back_the_bytes(tmp_path):
+def test_archive_restores_the_same_bytes(tmp_path):
     source = tmp_path / "source"
     (source / "a").mkdir(parents=True)
     tensors = {"x": torch.arange(6.0), "y": torch.arange(6.0), "z": torch.tensor(1)}

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks the part of the Hub's HTTP API that pushing and loading a model use.
+"""A local server with the part of the Hub's HTTP API that pushing and loading a model use.
 
 Repositories live in memory: commits with their files, branches, LFS objects by sha256. `fail` makes requests fail.
 """
@@ -19,7 +19,7 @@ LFS_BYTES = 10_000  # the Hub's own rule is a list of suffixes and sizes
 
 @dataclass
 class Repository:
-    """One model repository: each commit's files, and the branches."""
+    """A model repository: the files of each commit, and the branches."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Repository:
 
 
 class LocalHub:
-    """The server, running while it is used as a context.
+    """A server that runs while its context is entered.
 
     Attributes:
         url: for HF_ENDPOINT.
@@ -77,7 +77,7 @@ class LocalHub:
         return repository
 
     def fail(self, pattern: str, status: int | None) -> None:
-        """Answer requests ("METHOD path") that match with a status; None drops the connection without an answer."""
+        """Answer requests ("METHOD path") that match with a status, or drop the connection if it is None."""
         self.failures.append((re.compile(pattern), status))
 
     def head(self, repo_id: str, branch: str = "main") -> str:

@@ -1,4 +1,4 @@
-"""A saved checkpoint loads under every Auto class in a process that cannot import this package."""
+"""Check that saved checkpoints load under every Auto class in a process without this package."""
 
 import ast
 import builtins
@@ -90,7 +90,7 @@ def run_elsewhere(script, *arguments, home, cwd):
 
 
 def save_one(architecture, variant, saved, folder):
-    """Save a model, and what it makes of a batch; return what a process elsewhere loads of it."""
+    """Save a model and its outputs for a batch; return what the other process must load."""
     base = next(iter(architecture.heads))
     auto_classes = architecture.config_class.auto_classes
     kinds = ("AutoModelForPreTraining", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
@@ -128,7 +128,7 @@ def save_one(architecture, variant, saved, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHER_KINDS, marks=pytest.mark.slow)], ids=["some", "others"])
-def test_every_auto_class_loads_elsewhere(tmp_path, kinds):
+def test_every_auto_class_loads_without_this_package(tmp_path, kinds):
     rows = [row for row in ARCHITECTURES for _ in kinds]
     made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()
@@ -154,7 +154,7 @@ ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_peft_needs_no_target_modules_elsewhere(tmp_path):
+def test_peft_finds_target_modules_without_this_package(tmp_path):
     peft = pytest.importorskip("peft")
     models = {row.name: row.model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}
     for name, model in models.items():
@@ -168,7 +168,7 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
-def test_travelling_files_import_only_torch_transformers_and_siblings(path):
+def test_shipped_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
     guarded = {"triton"}
     standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
@@ -187,8 +187,8 @@ def test_travelling_files_import_only_torch_transformers_and_siblings(path):
             assert node.attr not in {"environ", "getenv"}, ast.unparse(node)
 
 
-def test_one_file_alone_opens_others():
-    """The code beside a model copies itself when that is saved; nothing else reads or writes a file."""
+def test_only_one_shipped_file_opens_files():
+    """Check that only the code that copies itself when a model is saved reads or writes files."""
     opening = {"read_text", "read_bytes", "write_text", "write_bytes", "open", "unlink", "iterdir", "glob", "rglob"}
     found = {
         path.name
@@ -202,7 +202,7 @@ def test_one_file_alone_opens_others():
 @pytest.mark.parametrize("mechanisms", [None, frozenset(), frozenset({"patterns"})], ids=["all", "none", "patterns"])
 @pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda each: each.model_type)
 def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, tmp_path):
-    """Transformers finds imported files by a regular expression over the source, docstrings included."""
+    """Check the imports that Transformers finds with a regular expression, also in docstrings."""
     from transformers.dynamic_module_utils import get_relative_imports
 
     files = code_files(config_class, config_class.modeling_file, mechanisms)
@@ -216,7 +216,7 @@ def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, 
 
 
 def undefined_names(text):
-    """The names that a file uses in a scope without a definition of them anywhere in the file."""
+    """Return the names that a file uses without a definition anywhere in the file."""
     tree = ast.parse(text)
     defined = {*dir(builtins), "__file__", "__name__"}
     for node in ast.walk(tree):
@@ -233,8 +233,8 @@ def undefined_names(text):
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - defined
 
 
-def test_a_class_that_somebody_derives_is_saved_with_its_file(tmp_path, monkeypatch):
-    """By transformers, beside our code, whose classes it must not copy."""
+def test_user_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
+    """Check that Transformers saves it next to our code, without copying our classes."""
     (tmp_path / "derived.py").write_text(
         "from hf_attn_variants import AttnVariantBertModel\n\n\nclass Derived(AttnVariantBertModel):\n    pass\n"
     )

@@ -1,4 +1,4 @@
-"""torch.compile: no graph breaks in the encoders, and T5's decoding step with a static cache is traced once.
+"""Check torch.compile: encoders without graph breaks, and one trace of T5's decoding step with a static cache.
 
 The backend "eager" runs the captured graph as it is: what is tested is the capture, and no C++ compiler is needed.
 """
@@ -26,7 +26,7 @@ def _fresh():
 @pytest.mark.parametrize("variant", ["gqa", "mqa", "talking", "latent"])
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
-def test_encoders_are_one_graph(architecture, variant):
+def test_encoders_compile_into_one_graph(architecture, variant):
     model = architecture.model(BASES[architecture.name], variant)
     batch = architecture.batch(BASES[architecture.name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -40,7 +40,7 @@ def test_encoders_are_one_graph(architecture, variant):
     "variant", ["gqa", "latent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "talking"))]
 )
 @torch.no_grad()
-def test_t5_decodes_with_a_static_cache_without_compiling_each_step_anew(variant):
+def test_t5_decoding_step_compiles_once(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
     model.generation_config.eos_token_id = None
     # As many as are attended to by matrix products.
@@ -77,8 +77,8 @@ STEPS: dict[str, dict[str, Any]] = {
     ],
 )
 @torch.no_grad()
-def test_generate_compiles_a_step_that_serves_every_batch(fields):
-    """On a GPU it does so by itself, and a break ends the CUDA graph. By the second batch sizes become symbols."""
+def test_generate_compiles_one_step_for_all_batch_sizes(fields):
+    """Check the compiled step that `generate` uses on a GPU; from the second batch on, sizes are symbols."""
     model = T5.model("T5ForConditionalGeneration", **fields)
     model.generation_config.eos_token_id = None
     compiling = CompileConfig(fullgraph=True, backend="eager")

@@ -1,4 +1,4 @@
-"""The pipelines of transformers on saved variants give what the model itself gives."""
+"""Check that Transformers' pipelines give the outputs of the model for saved variants."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def load(folder, auto_class):
 
 
 @torch.no_grad()
-def test_fill_mask(heads):
+def test_fill_mask_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["fill-mask"], AutoModelForMaskedLM)
     text = f"two {tokenizer.mask_token} run in the snow"
     found = pipeline("fill-mask", model=str(heads["fill-mask"]), top_k=3)(text)
@@ -39,7 +39,7 @@ def test_fill_mask(heads):
 
 
 @torch.no_grad()
-def test_text_classification(heads):
+def test_text_classification_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["text-classification"], AutoModelForSequenceClassification)
     classify = pipeline("text-classification", model=str(heads["text-classification"]), top_k=None)
     # a batch is padded: padding must not change a score
@@ -50,7 +50,7 @@ def test_text_classification(heads):
 
 
 @torch.no_grad()
-def test_token_classification(heads):
+def test_token_classification_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["token-classification"], AutoModelForTokenClassification)
     found = pipeline("token-classification", model=str(heads["token-classification"]), ignore_labels=[])(TEXTS[0])
     inputs = tokenizer(TEXTS[0], return_tensors="pt")
@@ -60,7 +60,7 @@ def test_token_classification(heads):
 
 
 @torch.no_grad()
-def test_feature_extraction(heads):
+def test_feature_extraction_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["feature-extraction"], AutoModel)
     extract = pipeline("feature-extraction", model=str(heads["feature-extraction"]), return_tensors=True)
     expected = model(**tokenizer(TEXTS[0], return_tensors="pt")).last_hidden_state
@@ -68,7 +68,7 @@ def test_feature_extraction(heads):
 
 
 @torch.no_grad()
-def test_zero_shot_classification(heads):
+def test_zero_shot_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["text-classification"], AutoModelForSequenceClassification)
     model.config.label2id = {"CONTRADICTION": 0, "ENTAILMENT": 1}
     model.config.id2label = {0: "CONTRADICTION", 1: "ENTAILMENT"}
@@ -82,8 +82,8 @@ def test_zero_shot_classification(heads):
 
 
 @pytest.mark.parametrize("seconds, times", [(1, False), (1, "word"), (2.6, True)])
-def test_automatic_speech_recognition(seconds, times, tmp_path):
-    """As of upstream's Whisper, longer audio than a window and times included."""
+def test_speech_recognition_pipeline_equals_transformers(seconds, times, tmp_path):
+    """Compare with Transformers' Whisper, also for long audio and with timestamps."""
     folder = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=None if times else [*range(39, 60)])
     sound = np.random.default_rng(0).normal(0, 0.1, int(16000 * seconds)).astype(np.float32)
     parts = {

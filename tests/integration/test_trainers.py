@@ -1,4 +1,4 @@
-"""transformers' own Trainer and Seq2SeqTrainer take a step, and what they save loads again."""
+"""Check Transformers' Trainer and Seq2SeqTrainer: a training step, and loading the saved model."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_trainer_takes_a_step(heads, tmp_path):
 
 
 @pytest.mark.parametrize(("host", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
-def test_metrics_are_computed_of_what_upstreams_models_give(host, head, tmp_path):
+def test_compute_metrics_receives_the_outputs_of_transformers(host, head, tmp_path):
     batch = host.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     upstream = host.upstream_model(head)
@@ -95,8 +95,8 @@ def test_metrics_are_computed_of_what_upstreams_models_give(host, head, tmp_path
     torch.testing.assert_close(found.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
 
 
-def test_optuna_searches_over_the_variants_models(heads, tmp_path):
-    """Each trial begins with a model of its own; the best one's rate is the best."""
+def test_optuna_search_trains_variants(heads, tmp_path):
+    """Check that each trial starts with a new model, and that the best learning rate is returned."""
     pytest.importorskip("optuna")
     folder = heads["text-classification"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -125,8 +125,8 @@ def test_optuna_searches_over_the_variants_models(heads, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "talking"])
-def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
-    """As upstream's formula says: each position is scored on the token after it."""
+def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
+    """Compare with Transformers' formula, which scores each position on the next token."""
     model, factor = BERT.model("BertLMHeadModel", variant), 0.2
     trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS, label_smoothing_factor=factor))
     batch = BERT.batch("BertLMHeadModel", labels=True)
@@ -147,8 +147,8 @@ def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
         for place, (host, head) in enumerate(HOSTS)
     ],
 )
-def test_accumulated_gradients_are_upstreams(host, head, tmp_path):
-    """Trainer counts the labels of all batches of a step, and tells the models by a keyword."""
+def test_accumulated_gradients_equal_transformers(host, head, tmp_path):
+    """Check the keyword with which Trainer passes the number of labels of all batches of a step."""
     batch = host.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}

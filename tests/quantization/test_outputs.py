@@ -1,4 +1,4 @@
-"""What models of int8 maps put out: what the same rounding makes of float32, in every host and variant."""
+"""Compare the outputs of int8 models with the same rounding in float32, for every architecture and variant."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def paths_of(model, kind):
 
 @torch.no_grad()
 def assert_as_rounded(float32, batch):
-    """Compare a model in int8 with the same rounding in float32, and both with float32 itself."""
+    """Compare an int8 model with the same rounding in float32, and both with float32."""
     made = quantize(copy.deepcopy(float32))
     paths = paths_of(made, Int8Linear)
     assert paths
@@ -70,19 +70,19 @@ def assert_as_rounded(float32, batch):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_each_host(host, variant):
+def test_int8_architectures_equal_the_rounded_reference(host, variant):
     head = list(host.heads)[1]
     assert_as_rounded(make(host, head, variant), host.batch(head))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant(variant):
+def test_int8_variants_equal_the_rounded_reference(variant):
     for host, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
         assert_as_rounded(host.model(head, variant), host.batch(head))
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_each_mechanism(name, way):
+def test_int8_mechanisms_equal_the_rounded_reference(name, way):
     head = "T5ForConditionalGeneration"
     assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
 
@@ -90,7 +90,7 @@ def test_each_mechanism(name, way):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shared", ["no", "before", "after"])
-def test_upstreams_own(name, shared):
+def test_int8_transformers_models_equal_the_rounded_reference(name, shared):
     model = tiny_model(name)
     batch = source_batch(name) | {"decoder_input_ids": torch.arange(4, 19).view(3, 5)}
     if shared == "before":
@@ -101,7 +101,7 @@ def test_upstreams_own(name, shared):
         torch.testing.assert_close(share_memory(model)(**batch).logits, expected)
 
 
-def test_a_map_is_within_half_a_step(way):
+def test_int8_layer_error_is_within_half_a_step(way):
     generator = torch.Generator().manual_seed(3)
     for rows, width, size, bias in ((1, 64, 48, True), (7, 33, 65, False), (200, 512, 16, True)):
         linear = torch.nn.Linear(width, size, bias=bias)
@@ -117,7 +117,7 @@ def test_a_map_is_within_half_a_step(way):
         assert made.shape == (3, rows, size) and made.dtype == torch.float32
 
 
-def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
+def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
     weight[5] = 0.0
     whole = Int8Weight.from_float32(weight)
@@ -130,7 +130,7 @@ def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
     assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
 
 
-def test_a_token_does_not_depend_on_the_others(way):
+def test_int8_token_does_not_depend_on_other_tokens(way):
     made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(5, 20, 64)
     states[3] *= 1e4
     together = made(states)
@@ -139,8 +139,8 @@ def test_a_token_does_not_depend_on_the_others(way):
 
 
 @pytest.mark.parametrize("bits", int8_weight.LEVELS)
-def test_all_paths_return_the_same_bits(bits):
-    """So the fastest one may differ between two runs."""
+def test_int8_paths_are_bitwise_equal(bits):
+    """Check that the fastest path may differ between two runs."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
@@ -153,8 +153,8 @@ def test_all_paths_return_the_same_bits(bits):
         assert all(torch.equal(each, made[0]) for each in made)
 
 
-def test_the_plan_takes_a_fast_path():
-    """A reference kernel takes hundreds of times as long, as oneDNN's with signed inputs does without AMX."""
+def test_int8_plan_selects_a_fast_path():
+    """Check that no reference kernel is used, which takes hundreds of times as long."""
     plan = int8_weight.current_plan()
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
@@ -164,7 +164,7 @@ def test_the_plan_takes_a_fast_path():
     assert str(plan).startswith(plan.paths[0].name)
 
 
-def test_a_path_that_fails_or_is_wrong_is_left_out(monkeypatch):
+def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
     class Wrong(int8_weight.OneDnnProduct):
         def multiply(self, numbers, bits):
             return super().multiply(numbers, bits) / 2
@@ -180,7 +180,7 @@ def test_a_path_that_fails_or_is_wrong_is_left_out(monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_a_token_that_is_not_finite_stays_so_alone(value, rows, way):
+def test_nonfinite_token_affects_only_itself(value, rows, way):
     made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(rows, 64)
     expected = made(states)
     states[rows - 1, 5] = value
@@ -189,7 +189,7 @@ def test_a_token_that_is_not_finite_stays_so_alone(value, rows, way):
     assert torch.equal(found[:-1], expected[:-1])
 
 
-def test_what_only_overflows_in_16_bits_is_right(way):
+def test_values_beyond_16_bits_do_not_overflow(way):
     linear = torch.nn.Linear(64, 48, bias=False)
     with torch.no_grad():
         linear.weight.fill_(1.0)
@@ -200,7 +200,7 @@ def test_what_only_overflows_in_16_bits_is_right(way):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_map_in_bfloat16(bias):
+def test_bfloat16_layer_equals_its_reference(bias):
     if not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear = torch.nn.Linear(70, 48, bias=bias)
@@ -225,8 +225,8 @@ def test_a_map_in_bfloat16(bias):
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_whoever_asks_first_packs_for_all(way, cls):
-    """In inference mode, where tensors are of another kind, and in threads at once."""
+def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
+    """Check inference mode, whose tensors are of another kind, and simultaneous threads."""
     if cls is Bfloat16Linear and not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
@@ -243,7 +243,7 @@ def test_whoever_asks_first_packs_for_all(way, cls):
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_compiled_it_is_the_same_in_one_graph(way, cls):
+def test_compiled_int8_model_is_one_graph_with_equal_outputs(way, cls):
     if cls is Bfloat16Linear and not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
@@ -261,7 +261,7 @@ def test_compiled_it_is_the_same_in_one_graph(way, cls):
 
 
 @torch.no_grad()
-def test_one_graph_serves_the_maps_of_all_layers():
+def test_compiled_int8_layers_share_one_graph():
     torch._dynamo.reset()
     counters.clear()
     states = torch.randn(3, 64)
@@ -270,7 +270,7 @@ def test_one_graph_serves_the_maps_of_all_layers():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_map_that_is_gone_takes_no_memory():
+def test_deleted_int8_layer_frees_its_memory():
     known = len(packed_linear._linears)
     made = Int8Linear(torch.nn.Linear(64, 48))
     assert len(packed_linear._linears) == known + 1
@@ -282,7 +282,7 @@ def test_a_map_that_is_gone_takes_no_memory():
 @pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper"])
-def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):
+def test_compiled_int8_step_generates_equal_tokens(kind):
     model, batch = quantize(share_memory(tiny_model(kind))), source_batch(kind)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static", "do_sample": False}
     options |= {"return_timestamps": False} if kind == "whisper" else {}
@@ -294,7 +294,7 @@ def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
-def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
+def test_single_token_is_rounded_like_in_a_batch(bias, size, way):
     generator = torch.Generator().manual_seed(5)
     linear = torch.nn.Linear(64, 48, bias=bias)
     states = torch.randn(1, 1, 64, generator=generator) * size
@@ -308,7 +308,7 @@ def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
+def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, way, monkeypatch):
     made = Int8Linear(torch.nn.Linear(40, 24, bias=bias))
     states = torch.randn(3, 17, 40) * torch.logspace(-3, 3, 17)[:, None]
     states[1, 4] = 0.0
@@ -321,7 +321,7 @@ def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
     assert torch.equal(made(states), made(states[:1, :1]).expand(3, 17, 24))
 
 
-def test_inputs_of_other_shapes_and_types(way):
+def test_int8_layers_support_other_shapes_and_types(way):
     linear = torch.nn.Linear(40, 24)
     made, states = Int8Linear(linear), torch.randn(5, 40)
     expected = made(states)
@@ -344,7 +344,7 @@ SEARCHES = {
 
 @torch.no_grad()
 def scores_of(model, batch, sequences):
-    """The sum of the logarithms of probabilities of what was written, a row a sequence."""
+    """Return the sum of log-probabilities of the generated tokens, one row per sequence."""
     repeats = len(sequences) // len(next(iter(batch.values())))
     given = {name: each.repeat_interleave(repeats, dim=0) for name, each in batch.items()}
     logits = model(**given, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
@@ -354,8 +354,8 @@ def scores_of(model, batch, sequences):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper", "exact", "shared"])
-def test_what_is_generated_is_as_likely(kind, search):
-    """A search in int8 ends where its own model, called once for the whole text, sees the same probabilities."""
+def test_int8_generation_scores_equal_a_full_forward(kind, search):
+    """Check that a search in int8 and one call of its model give equal probabilities."""
     if kind == "exact":
         float32, batch = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.batch("T5Model")
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -383,8 +383,8 @@ def test_what_is_generated_is_as_likely(kind, search):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 @pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
-def test_torchs_own_call(host, variant):
-    """`quantize_dynamic` of torch: its maps are called, in whatever form attention would have read them."""
+def test_quantize_dynamic_of_torch_is_supported(host, variant):
+    """Check that its layers are called, whatever form the attention would use."""
     head = list(host.heads)[1]
     model = make(host, head, variant)
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
@@ -394,7 +394,7 @@ def test_torchs_own_call(host, variant):
     assert 0 < (found - exact).abs().max() < exact.std()
 
 
-def test_torchaos_own_call():
+def test_quantization_by_torchao_is_supported():
     torchao = pytest.importorskip("torchao.quantization")
     for fields in ({}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 16}, {"talking_heads": "both"}):
         model = T5.model("T5ForConditionalGeneration", **fields)
