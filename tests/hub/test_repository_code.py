@@ -73,7 +73,7 @@ def repositories(tmp_path_factory):
 
 
 def test_entry_points_and_fields_exist():
-    """A stub replaces each definition of a name, so no other module may define it for something else."""
+    """Check that entry points are defined once, because a stub replaces each definition of a name."""
     trees = [ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")]
     defined = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []

@@ -356,7 +356,7 @@ def test_used_quantized_model_can_be_sent_to_another_process():
 
 
 def test_input_outliers_are_detected():
-    """Check an output layer whose inputs share one large value, as in flan-T5, which hides the differences of tokens."""
+    """Check an output layer whose inputs share one large value, which hides the differences of tokens."""
     linear, states = torch.nn.Linear(64, 32), torch.randn(20, 64)
 
     class Model(torch.nn.Module):

@@ -1,5 +1,4 @@
-"""Configurations with a field or two changed, beside weights of the unchanged one: converted, the model gives what
-upstream's gives, or `convert` says what is wrong.
+"""Check configurations with one or two changed fields next to unchanged weights: equal outputs or an error.
 
 Seeded: 130 of them by default, ten of each host, and 520 with `-m slow`.
 """
@@ -30,7 +29,7 @@ COUNTS = pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mar
 
 
 def edited(config, draw):
-    """Return a configuration with one or two fields changed, and the changes."""
+    """Return a configuration with one or two changed fields, and the changes."""
     changes = {}
     for name in draw.sample(sorted(config), draw.choice((1, 1, 2))):
         value = config[name]
@@ -56,7 +55,7 @@ def outputs_of(model, batch):
 
 @pytest.fixture(scope="module", params=HOSTS)
 def source(request, tmp_path_factory):
-    """A host, the folder of its tiny checkpoint, its configuration as saved and a batch."""
+    """An architecture, the folder of its tiny checkpoint, its saved configuration and a batch."""
     host = HOSTS[request.param]
     head = next(iter(host.heads))
     folder = tmp_path_factory.mktemp("fuzzed") / host.name
@@ -66,7 +65,7 @@ def source(request, tmp_path_factory):
 
 @pytest.mark.thorough
 @COUNTS
-def test_converted_equals_upstream_or_is_refused(source, count, tmp_path):
+def test_fuzzed_configuration_converts_with_equal_outputs_or_raises(source, count, tmp_path):
     upstream, folder, config, batch = source
     draw = random.Random(f"{upstream.__name__} {count}")
     ends = {"equal": 0, "refused": 0, "merged": 0, "upstream fails": 0}

@@ -1,4 +1,4 @@
-"""Files of every kind that is read, with a few bytes of each changed: read, or refused in one clear sentence.
+"""Check files of every kind with a few changed bytes: they are read, or raise one clear error.
 
 Some 200 inputs by default, and 8,000 with `-m slow`: with those of `test_hostile_files.py` more than 10,000. Each
 has the time and the memory that `limits` leaves it.
@@ -137,7 +137,7 @@ def works_or_says_why(read, *args):
 
 @COUNTS
 @pytest.mark.parametrize("name", READERS)
-def test_files_of_examples(name, scale, tmp_path):
+def test_fuzzed_example_files_are_read_or_raise_an_error(name, scale, tmp_path):
     content, read = READERS[name]
     (tmp_path / name).write_bytes(content)
     read(tmp_path / name)  # unharmed it is read
@@ -153,7 +153,7 @@ def test_files_of_examples(name, scale, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
-def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
+def test_fuzzed_checkpoint_files_are_read_or_raise_an_error(name, scale, checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     content = (folder / name).read_bytes()
 
@@ -170,7 +170,7 @@ def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json", "README.md"])
-def test_files_of_a_source(name, scale, tmp_path):
+def test_fuzzed_source_files_are_read_or_raise_an_error(name, scale, tmp_path):
     source = make_tiny_bert(tmp_path / "bert")
     (source / "README.md").write_text(CARD)
     content, outputs = (source / name).read_bytes(), tmp_path / "outputs"
@@ -189,7 +189,7 @@ def test_files_of_a_source(name, scale, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", ["train_state.json", "train_log.jsonl"])
-def test_files_of_a_run(name, scale, tmp_path):
+def test_fuzzed_run_files_are_read_or_raise_an_error(name, scale, tmp_path):
     (tmp_path / "run").mkdir()
     make_loop(tmp_path / "run", total_steps=2, checkpointing_steps=2).run()
     path = tmp_path / "run/checkpoint-2" / name
@@ -212,8 +212,8 @@ def test_files_of_a_run(name, scale, tmp_path):
     attempt()
 
 
-def test_a_card_of_aliases_takes_no_more_room_than_it_has(checkpoint, tmp_path):
-    """Each line of it is ten times the one before: a billion words for a parser that copies."""
+def test_yaml_alias_bomb_in_a_card_uses_little_memory(checkpoint, tmp_path):
+    """Check lines that are each ten times the previous one, a billion words for a parser that copies."""
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [

@@ -1,4 +1,4 @@
-"""Tables that were written by libraries and then harmed, read beside pandas: the same rows, or an error with the row.
+"""Compare damaged tables with pandas: equal rows, or an error that names the row.
 
 Of each format some 100 tables by default and 500 with `-m slow`, always the same ones.
 """
@@ -67,16 +67,16 @@ def rows_of(draw, pieces):
     return names, [[text(draw, pieces) + "x" for _ in names] for _ in range(draw.randint(1, 8))]
 
 
-def harmed(draw, content):
-    """The same, or with up to three things written into it or cut out of it."""
+def damaged(draw, content):
+    """Return bytes with up to three insertions or deletions."""
     for _ in range(draw.randint(0, 3)):
         at, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
         content = content[:at] + (harm + content[at:] if harm is not None else content[at + draw.randint(1, 9) :])
     return content.encode(errors="surrogatepass")
 
 
-def found_or_said(path, read):
-    """What is read, or None after an error that says where."""
+def rows_or_none(path, read):
+    """Return the rows, or None after an error that names the place."""
     try:
         return read()
     except ValueError as error:
@@ -101,7 +101,7 @@ def write_csv(draw, names, rows):
 
 @COUNTS
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_tables_are_those_of_pandas(suffix, count, tmp_path):
+def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
     read, whole = 0, 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
@@ -111,10 +111,10 @@ def test_tables_are_those_of_pandas(suffix, count, tmp_path):
             if suffix == "csv"
             else "".join("\t".join(row) + "\n" for row in [names, *rows])
         )
-        content = harmed(draw, written)
+        content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}{draw.choice(['', '.gz'])}"
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        found = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():  # without harm every cell is there
             whole += 1
             assert found == [tuple(row) for row in rows], (seed, found)
@@ -129,7 +129,7 @@ def test_tables_are_those_of_pandas(suffix, count, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_objects_are_those_of_json(suffix, count, tmp_path):
+def test_fuzzed_json_lines_equal_the_json_module(suffix, count, tmp_path):
     read = 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
@@ -140,10 +140,10 @@ def test_objects_are_those_of_json(suffix, count, tmp_path):
             written = json.dumps(records, ensure_ascii=plain, indent=draw.choice([None, 1]))
         else:
             written = "\n".join(json.dumps(record, ensure_ascii=plain) for record in records)
-        content = harmed(draw, written)
+        content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}"
         path.write_bytes(content)
-        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        found = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():
             assert found == [tuple(row) for row in rows], seed
             table = pandas.read_json(io.BytesIO(content), lines=suffix == "jsonl", dtype=False)
@@ -157,7 +157,7 @@ def test_objects_are_those_of_json(suffix, count, tmp_path):
 
 
 @COUNTS
-def test_tagged_words_are_those_of_pandas(count, tmp_path):
+def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
     read = 0
     inside = [each for each in PIECES if each != "\u2028"]
     for seed in range(count):
@@ -168,10 +168,10 @@ def test_tagged_words_are_those_of_pandas(count, tmp_path):
             "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*each, strict=True)) for each in zip(words, tags, strict=True)
         ]
         written = "\n".join(lines)
-        content = harmed(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
+        content = damaged(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
         path = tmp_path / f"{seed}.txt"
         path.write_bytes(content)
-        found = found_or_said(path, lambda path=path: read_conll(path))
+        found = rows_or_none(path, lambda path=path: read_conll(path))
         if content == written.encode():
             assert found == list(zip(words, tags, strict=True)), seed
         if found is not None:
@@ -188,7 +188,7 @@ def test_tagged_words_are_those_of_pandas(count, tmp_path):
 
 
 @COUNTS
-def test_lines_are_those_between_line_ends(count, tmp_path):
+def test_fuzzed_lines_are_split_at_line_ends(count, tmp_path):
     for seed in range(count):
         draw = random.Random(f"lines{seed}")
         lines = [text(draw, [*PIECES, "\r", "\t"]).rstrip("\r") for _ in range(draw.randint(1, 8))] + ["end"]

@@ -1,4 +1,4 @@
-"""The plan of a sweep: the commands of its runs, and the errors in its file."""
+"""Check the plan of a sweep: the commands of its runs, and the errors in its file."""
 
 import json
 import re
@@ -28,7 +28,7 @@ BASE = {"command": "pretrain", "seeds": [0, 1], "flags": FLAGS, "variants": VARI
 
 @pytest.fixture
 def dry_run(tmp_path, capsys):
-    """What a dry run prints of a file's content, as (name, words) of each command."""
+    """Return the output of a dry run of a file's content, as (name, words) of each command."""
 
     def call(content, *more, name="a_sweep.json"):
         path = tmp_path / name
@@ -54,7 +54,7 @@ def value_of(words, flag):
     return words[words.index(f"--{flag}") + 1]
 
 
-def test_variants_times_seeds(dry_run):
+def test_plan_has_a_run_per_variant_and_seed(dry_run):
     found = dry_run(BASE, "--output_dir", "out")
     names = ["multi-head, seed 0", "multi-query, seed 0", "multi-head, seed 1", "multi-query, seed 1"]
     assert [name for name, _ in found] == names
@@ -67,7 +67,7 @@ def test_variants_times_seeds(dry_run):
     assert "--num_key_value_heads" not in found[2][1]
 
 
-def test_a_grid_multiplies_variants_and_merges_objects(dry_run):
+def test_grid_multiplies_variants_and_merges_objects(dry_run):
     heads = {"2": {"config_overrides": {"num_attention_heads": 2}}, "4": {"config_overrides": {"hidden_size": 64}}}
     found = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
     assert len(found) == 8 and dry_run.last == "# 8 runs, 8 variants"
@@ -77,7 +77,7 @@ def test_a_grid_multiplies_variants_and_merges_objects(dry_run):
     assert value_of(words, "learning_rate") == "0.0001"
 
 
-def test_conversions_come_before_and_references_stand_beside_the_grid(dry_run):
+def test_conversions_come_first_and_references_are_not_multiplied(dry_run):
     flags = {"objective": "mlm", "train_file": ["a.txt"]}
     content = {
         "command": "uptrain",
@@ -101,7 +101,7 @@ def test_conversions_come_before_and_references_stand_beside_the_grid(dry_run):
     assert value_of(found[-1][1], "model_name_or_path") == "a/model"
 
 
-def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
+def test_flag_kinds_become_arguments_and_launchers(dry_run, tmp_path):
     (tmp_path / "b-2.txt").touch()
     (tmp_path / "b-1.txt").touch()
     flags = FLAGS | {"cpu": True, "whole_word_mask": False, "train_file": ["a.txt", f"{tmp_path}/b-*.txt"]}
@@ -115,7 +115,7 @@ def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
     assert "--cpu" not in dry_run(content)[1][1]
 
 
-def test_a_pattern_is_filled_in_of_files_alone(dry_run, tmp_path, monkeypatch):
+def test_patterns_are_replaced_only_in_file_names(dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("C1", "C#", "questions", "score 1"):
         (tmp_path / name).touch()
@@ -148,7 +148,7 @@ grid:
 """
 
 
-def test_variables_are_given_and_keep_their_kind(dry_run):
+def test_variables_keep_their_type(dry_run):
     found = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
     assert [name for name, _ in found] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
     words = found[0][1]
@@ -187,7 +187,7 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "--set DATA=VALUE"),
     ],
 )
-def test_an_error_in_the_file_is_one_line(dry_run, change, message):
+def test_sweep_file_error_is_one_line(dry_run, change, message):
     found = dry_run(BASE | change)
     assert isinstance(found, str) and message in found, found
 
@@ -204,15 +204,15 @@ def test_an_error_in_the_file_is_one_line(dry_run, change, message):
         ('{"command": "pretrain", "command": "glue"}', "`command` occurs twice"),
     ],
 )
-def test_keys_that_are_twice_and_files_that_are_not_yaml(dry_run, text, message):
+def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
     assert message in dry_run(text, name="a.yml")
 
 
-def test_a_value_of_an_unknown_variable(dry_run):
+def test_unknown_variable_raises_an_error(dry_run):
     assert "--set must name variables of the file" in dry_run(BASE, "--set", "A=1")
 
 
-def test_the_command_line(capsys):
+def test_sweep_command_line_rejects_invalid_arguments(capsys):
     for argv, message in (
         (["a.yaml"], "--output_dir is required"),
         (["a.yaml", "--dry_run", "--set", "A"], "--set must be NAME=VALUE, got A"),
@@ -224,7 +224,7 @@ def test_the_command_line(capsys):
     assert args.set == {"A": "x=1", "B": "2"} and args.file == "a.yaml"
 
 
-def test_a_model_that_cannot_be_built_is_an_error_before_the_first_run(tmp_path, capsys):
+def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
     flags = FLAGS | {"tokenizer_name": str(make_tiny_bert(tmp_path / "bert"))}
     flags["config_overrides"] = flags["config_overrides"] | {"num_attention_heads": 4}
     content = BASE | {"flags": flags, "variants": VARIANTS | {"of three": {"num_key_value_heads": 3}}}
@@ -239,7 +239,7 @@ def test_a_model_that_cannot_be_built_is_an_error_before_the_first_run(tmp_path,
 
 
 def test_the_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
-    """Their tokenizer may be gone; the table is written again."""
+    """Check a finished run whose tokenizer was removed: only the table is written again."""
     (tmp_path / "b.json").write_text(json.dumps(BASE))
     monkeypatch.setattr(runner.RunFolder, "read", lambda self: setattr(self, "results", {"eval_loss": 1.0}))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]) == 0
@@ -247,8 +247,8 @@ def test_the_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_of_the_repository_is_a_plan(path, tmp_path, capsys, monkeypatch):
-    """Its flags are those of its command, whatever data it is given."""
+def test_every_sweep_file_of_the_repository_is_valid(path, tmp_path, capsys, monkeypatch):
+    """Check that the flags of each file exist for its command."""
     monkeypatch.chdir(tmp_path)
     for name in ("wikipedia/train-0.txt.gz", "wikipedia/valid.txt.gz", "train-0.txt.gz", "valid.txt.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -264,7 +264,7 @@ def test_every_file_of_the_repository_is_a_plan(path, tmp_path, capsys, monkeypa
         assert (path.with_name(path.name.replace("_cluster", ""))).is_file() and "ntried" in text
 
 
-def test_the_file_of_the_documentation_is_a_plan(dry_run, tmp_path, monkeypatch):
+def test_documented_sweep_file_is_valid(dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wikipedia").mkdir()
     (tmp_path / "wikipedia/train-0.txt.gz").touch()
