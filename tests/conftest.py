@@ -75,7 +75,7 @@ def form(request, monkeypatch):
 def pytest_collection_modifyitems(items):
     """Keep some cases of a test marked `cross_product`, so that each value of each parameter occurs.
 
-    Mark the others slow.
+    Mark the other cases slow. pytest applies `-m` afterwards, so that they run with `-m slow`.
     """
     groups = {}
     for item in items:

@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 
 # Each part, its minutes of 25, and what it shows; in order of importance.
 PARTS: dict[str, tuple[float, str]] = {
-    "parity": (3, "every host against upstream, in float32, bfloat16 and float16"),
+    "parity": (3, "every architecture against upstream, in float32, bfloat16 and float16"),
     "kernel_truth": (3, "the talking-heads kernels against the formula"),
     "latent_kernel": (1.5, "the kernel that reads a latent once, against the formula, and its time beside torch's"),
     "kernel_settings": (1.5, "how the kernels are best launched, and where their time goes"),

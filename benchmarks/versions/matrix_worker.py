@@ -1,4 +1,4 @@
-"""One cell of `transformers_matrix.py`, run under one transformers: saves repositories of every host, or loads them.
+"""One cell of `transformers_matrix.py`, run under one transformers: saves repositories of every architecture, or loads them.
 
 `save FOLDER` needs this package and its tests on the path; `load FOLDER` runs the code in the repositories alone. Both
 print JSON as their last line.
@@ -36,7 +36,7 @@ SEARCHES = {"greedy": 1, "tokens": 2}  # beams
 
 
 def save(folder: Path) -> dict[str, Any]:
-    """Save a repository for each host and variant, with its inputs and what comes of them; return their names."""
+    """Save a repository for each architecture and variant, with its inputs and what comes of them; return their names."""
     from architectures import ARCHITECTURES
     from relatives import RELATIVES
 

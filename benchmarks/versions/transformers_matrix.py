@@ -1,6 +1,6 @@
 """Do repositories with our code load, and give the same, under every transformers from the oldest supported one on?
 
-Tiny repositories of every host and variant are saved by this package under the oldest and the newest version, with
+Tiny repositories of every architecture and variant are saved by this package under the oldest and the newest version, with
 inputs, logits and tokens. Each version then loads them by the code inside them, in a process that cannot import this
 package, and compares: logits with the saved ones; of models that write, those of each step through a cache with those
 of one pass, the length of that cache, and the tokens that greedy search and two beams find with a cache, without one
@@ -181,7 +181,7 @@ def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[s
 
 
 def keep(folder: Path, name: str) -> None:
-    """Archive the repositories of a folder with latents and with hybrids, of each host, under a name."""
+    """Archive the repositories of a folder with latents and with hybrids, of each architecture, under a name."""
     KEPT.mkdir(exist_ok=True)
     with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
         paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]

@@ -185,8 +185,8 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
     import torch
 
     parity = load("benchmarks.gpu.parity")
-    host = next(host for host in parity.HOSTS if host.name == "distilbert")
-    assert parity.host_parity(host, "cpu", "bfloat16")["met"]
+    architecture = next(architecture for architecture in parity.ALL_ARCHITECTURES if architecture.name == "distilbert")
+    assert parity.architecture_parity(architecture, "cpu", "bfloat16")["met"]
     pair = parity.pair
 
     def moved(*args):
@@ -196,7 +196,7 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
         return upstream, ours
 
     monkeypatch.setattr(parity, "pair", moved)
-    assert not parity.host_parity(host, "cpu", "float32")["met"]
+    assert not parity.architecture_parity(architecture, "cpu", "float32")["met"]
 
 
 def test_layer_is_timed_with_each_kernel(load):

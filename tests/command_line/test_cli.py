@@ -120,8 +120,8 @@ def test_help_lists_every_architecture():
     from hf_attn_variants.registration import ARCHITECTURES
 
     named = {name.lower() for name in re.findall(r"\w+", MODEL_NAMES)}
-    hosts = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
-    assert hosts and hosts <= named
+    architectures = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
+    assert architectures and architectures <= named
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

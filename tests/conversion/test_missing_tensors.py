@@ -9,7 +9,7 @@ from relatives import RELATIVES
 
 from hf_attn_variants.conversion import convert_checkpoint
 
-HOSTS = (*ARCHITECTURES, *RELATIVES)
+ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
 # Of encoder-decoders.
 ENCODERS = {f"{name}{end}" for name in ("T5", "UMT5") for end in ("EncoderModel", "ForTokenClassification")}
 ENCODERS |= {"WhisperForAudioClassification"}
@@ -62,11 +62,11 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_complete_checkpoints_give_no_warning(host, tmp_path, caplog):
-    for head in host.heads:
-        host.upstream_model(head).save_pretrained(tmp_path / head)
-        of_decoder, *of_encoder = host.config_class.kv_heads_fields()
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+def test_complete_checkpoints_give_no_warning(architecture, tmp_path, caplog):
+    for head in architecture.heads:
+        architecture.upstream_model(head).save_pretrained(tmp_path / head)
+        of_decoder, *of_encoder = architecture.config_class.kv_heads_fields()
         field = of_encoder[0] if of_encoder and head in ENCODERS else of_decoder
         convert_checkpoint(tmp_path / head, tmp_path / f"{head}-out", **{field: 1})
     assert "draws it at random" not in caplog.text

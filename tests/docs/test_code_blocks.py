@@ -1,8 +1,8 @@
 """Check every code block of README.md and docs/: each page runs in order in its own folder, on tiny checkpoints.
 
-Checkpoints, text and data that a document names and does not make are made from the name, tiny. Training commands
-run whole, with few rows and steps. A block that is neither Python nor commands must be in `SHOWN`, a command that is
-not run in `NOT_RUN`, with the reason.
+If a page names checkpoints, text or data without making them, the test makes tiny ones from the names. Training
+commands run completely, with few rows and steps. A block that is neither Python nor shell code must be in `SHOWN`.
+A command that does not run must be in `NOT_RUN`, with the reason.
 """
 
 import argparse

@@ -115,9 +115,9 @@ def diagnostic_rows(name, count=12):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("host", ["bert", "t5"])
-def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, host):
-    model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, architecture):
+    model = tiny_bert if architecture == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
     for name in ("AX-b", "AX-g"):
         (tmp_path / name).mkdir()
         lines = (json.dumps(row) + "\n" for row in diagnostic_rows(name))

@@ -1,7 +1,7 @@
 """Check each command with a disk that fills at each write: a one-line error, and no partial results.
 
-Each command runs in a process of its own as often as it opens files to write, and as it writes files of different
-sizes: each time another one does not fit. Some of it is tried by default, all with `-m slow`.
+Each command runs in a new process once per file that it opens for writing and per file size, and another write fails
+each time. Some of the cases run by default, and all of them with `-m slow`.
 """
 
 import contextlib

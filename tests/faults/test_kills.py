@@ -1,7 +1,7 @@
 """Check SIGKILL at random points of real runs: results are complete or absent, and the next run continues.
 
-Two points of a conversion and a push, and twenty of these and of a training with `-m slow`; the default tests of
-training's checkpoints (`training/test_checkpoints.py`) kill it too.
+The default tests kill a conversion and a push at two points each. With `-m slow` there are twenty points, also of a
+training. `training/test_checkpoints.py` kills trainings by default.
 """
 
 import json
@@ -148,7 +148,7 @@ def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
 def without_names(files, folder):
     """Return files without times and the card, and with one name for the folder.
 
-    The card has the folder's name, and is written when the checkpoint is whole and in place: a kill may come between.
+    A kill can come between the move of the checkpoint and the write of its card, which contains the folder's name.
     """
     report = json.loads(files["conversion_report.json"])
     report = {name: value for name, value in report.items() if "second" not in name and name != "output_dir"}

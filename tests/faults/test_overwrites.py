@@ -1,7 +1,7 @@
 """Check runs into a folder with a model, killed or on a full disk at any point: the old model, the new one, or none.
 
-What a kill would leave is copied before each thing that a run does to a file: that is what SIGKILL leaves, for the
-system keeps what was written. Two real kills beside it, more with `-m slow`.
+The test copies the folder before each file operation of a run. A copy is the state that SIGKILL would leave, because
+the system keeps written data. In addition, two runs are killed, and more with `-m slow`.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Check that saved models give the same outputs after loading, and that saved trainings end with the same weights.
 
-The archives beside this file were made by `benchmarks/versions/golden_artefacts.py`; their manifests say by which
-code and on which machine. Whether repositories load by the code inside them is the question of
-`benchmarks/versions/transformers_matrix.py`.
+`benchmarks/versions/golden_artefacts.py` made the archives in this folder. Their manifests name the code and the
+machine. `benchmarks/versions/transformers_matrix.py` tests whether repositories load with the code that they contain.
 """
 
 import json
@@ -25,12 +24,12 @@ FOLDER = Path(__file__).parent
 MODELS = folders_in(FOLDER / "models.tar.xz")
 TRAININGS = list(folders_in(FOLDER / "trainings.tar.xz"))
 KINDS = MODELS | {"trainings": TRAININGS}
-# What a later version refuses on purpose: "repositories/bert-gqa", "converted/bert-mean" or "trainings/glue", and
-# words that its ValueError must have, by which a user knows why and what to do.
+# Folders that a later version rejects on purpose ("repositories/bert-gqa", "trainings/glue"), and words that its
+# ValueError must contain.
 REFUSED: dict[str, str] = {}
-# Of the largest logit: float32 in another order of summation. Any two mechanisms of a host differ by 1e-2 or more.
+# Relative to the largest logit, for another order of float32 sums. Any two mechanisms differ by at least 1e-2.
 TOLERANCE = 1e-5
-# Of the largest weight, on another machine than the maker's, where sums are rounded otherwise.
+# Relative to the largest weight, on a machine that rounds sums differently.
 WEIGHTS_TOLERANCE = 1e-5
 
 

@@ -1,6 +1,7 @@
 """A local server with the part of the Hub's HTTP API that pushing and loading a model use.
 
-Repositories live in memory: commits with their files, branches, LFS objects by sha256. `fail` makes requests fail.
+Repositories are stored in memory: commits with their files, branches, and LFS objects by sha256. `fail` makes requests
+fail.
 """
 
 import base64
@@ -41,9 +42,9 @@ class LocalHub:
     """A server that runs while its context is entered.
 
     Attributes:
-        url: for HF_ENDPOINT.
-        repositories: by "user/name".
-        requests: every request, "METHOD path".
+        url: The value for HF_ENDPOINT.
+        repositories: The repositories, {"user/name": repository}.
+        requests: Every request, as "METHOD path".
     """
 
     def __init__(self):

@@ -1,6 +1,6 @@
 """Check torch.compile: encoders without graph breaks, and one trace of T5's decoding step with a static cache.
 
-The backend "eager" runs the captured graph as it is: what is tested is the capture, and no C++ compiler is needed.
+The backend "eager" runs the captured graph without changes, so the tests need no C++ compiler.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Check torch.export and ONNX: an exported model gives equal outputs at other sizes.
 
-Exporting takes the paths that are made of torch's own operators: none of this package's may stand in a graph.
+Exports use paths of torch's operators, because a graph must not contain operators of this package.
 """
 
 from collections import Counter

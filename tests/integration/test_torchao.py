@@ -1,6 +1,6 @@
 """Check torchao: int8 weights change grouped and talking heads no more than the multi-head original.
 
-Not among the tests' requirements: transformers imports torchao wherever it finds it, in every process.
+torchao is not a requirement of the tests, because Transformers imports it in every process if it is installed.
 """
 
 import pytest

@@ -30,8 +30,15 @@ SETTINGS = {
 }
 # 5.24 renamed it.
 CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
-HOSTS = [(host, head) for host in (*ARCHITECTURES, *RELATIVES) for head in host.heads if head.endswith(LEARN)]
-CLASSIFIERS = [(host, head) for host, head in HOSTS if head.endswith("SequenceClassification")]
+ARCHITECTURE_HEADS = [
+    (architecture, head)
+    for architecture in (*ARCHITECTURES, *RELATIVES)
+    for head in architecture.heads
+    if head.endswith(LEARN)
+]
+CLASSIFIERS = [
+    (architecture, head) for architecture, head in ARCHITECTURE_HEADS if head.endswith("SequenceClassification")
+]
 
 
 def changed(before, model):
@@ -73,12 +80,12 @@ def test_trainer_takes_a_step(heads, tmp_path):
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
 
 
-@pytest.mark.parametrize(("host", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
-def test_compute_metrics_receives_the_outputs_of_transformers(host, head, tmp_path):
-    batch = host.batch(head, labels=True)
+@pytest.mark.parametrize(("architecture", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
+def test_compute_metrics_receives_the_outputs_of_transformers(architecture, head, tmp_path):
+    batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
-    upstream = host.upstream_model(head)
-    plain = host.model(head)
+    upstream = architecture.upstream_model(head)
+    plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
     seen = []
 
@@ -139,23 +146,28 @@ def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-# By default the first head of each host.
+# By default the first head of each architecture.
 @pytest.mark.parametrize(
-    ("host", "head"),
+    ("architecture", "head"),
     [
-        pytest.param(host, head, id=head, marks=() if HOSTS[place - 1][0] is not host else pytest.mark.slow)
-        for place, (host, head) in enumerate(HOSTS)
+        pytest.param(
+            architecture,
+            head,
+            id=head,
+            marks=() if ARCHITECTURE_HEADS[place - 1][0] is not architecture else pytest.mark.slow,
+        )
+        for place, (architecture, head) in enumerate(ARCHITECTURE_HEADS)
     ],
 )
-def test_accumulated_gradients_equal_transformers(host, head, tmp_path):
+def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
     """Check the keyword with which Trainer passes the number of labels of all batches of a step."""
-    batch = host.batch(head, labels=True)
+    batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}
-    upstream = host.upstream_model(head)
-    plain = host.model(head)
+    upstream = architecture.upstream_model(head)
+    plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
-    for model in (upstream, plain, host.model(head, num_key_value_heads=4)):
+    for model in (upstream, plain, architecture.model(head, num_key_value_heads=4)):
         before = copies(model)
         arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
         for module in model.modules():  # dropout is drawn in another order where kernels differ

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cross_product
 
 ADDITIVE = {"score_function": "additive"}
 HEADS, D = 4, 6
-EVERY_HOST = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 
 
 def make_score(groups):
@@ -92,7 +92,7 @@ def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     return output.transpose(1, 2), None
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 def test_additive_scores_of_every_architecture_equal_the_formula(architecture, monkeypatch):
     head = next(iter(architecture.heads))
     model, batch = architecture.model(head, "gqa", **ADDITIVE), architecture.batch(head)

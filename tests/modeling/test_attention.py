@@ -25,7 +25,7 @@ def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=BATCH
 
 
 def masks(queries=QUERIES, batch=BATCH):
-    """Return the boolean masks and position biases that models pass, by name."""
+    """Return the boolean masks and position biases that models pass, as a dictionary."""
     padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3]).repeat(batch // 2)[:, None])[:, None, None]
     per_query = torch.rand(batch, 1, queries, KEYS) > 0.4
     per_query[..., 0] = True

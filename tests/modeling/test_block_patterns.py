@@ -205,15 +205,15 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-HOSTS = [
+CASES = [
     *((row, "gqa", "local_blocks") for row in (BERT, ALBERT, *ENCODERS, T5, *ENCODER_DECODERS)),
     *((row, kind, name) for row in (BERT, T5) for kind in ("gqa", "latent") for name in ("fixed", "strided, split")),
     *((row, "talking", name) for row in (BERT, T5) for name in ("fixed, split", "strided")),
 ]  # fmt: skip
-HOST_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in HOSTS]
+CASE_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in CASES]
 
 
-@pytest.mark.parametrize("architecture, variant, name", HOSTS, ids=HOST_IDS)
+@pytest.mark.parametrize("architecture, variant, name", CASES, ids=CASE_IDS)
 def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))

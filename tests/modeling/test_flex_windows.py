@@ -1,7 +1,7 @@
 """Check windows with FlexAttention on the CPU: its outputs, and which calls use it. Models use it only on CUDA.
 
-Traced but not compiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same
-formulas as the kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
+FlexAttention without compilation also has gradients on a CPU if its check is patched. They come from the same formulas
+as those of the kernel. `benchmarks/gpu/long_texts.py` contains the checks that need a GPU.
 """
 
 import shutil

@@ -1,7 +1,7 @@
 """Check the decoding kernels for latents: the formula, the calls that use them, and a compiled decoding step.
 
-They run on a GPU, or in Triton's interpreter, which needs another process: the variable that asks for it is read when
-Triton is imported. Its products of bfloat16 are wrong, so float16 stands for half precision.
+The kernels run on a GPU, or in Triton's interpreter. The interpreter needs another process, because Triton reads its
+environment variable when it is imported. It computes bfloat16 products incorrectly, so the tests use float16.
 """
 
 import importlib.util

@@ -46,14 +46,14 @@ def test_compressed_keys_and_values_equal_the_formula(length, groups):
     assert compression(*(leaf[:1] for leaf in leaves[1:3]), whole)[0].equal(compression(*leaves[1:3], None)[0][:1])
 
 
-HOSTS = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
-HOSTS += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
-HOSTS += [
+CASES = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
+CASES += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
+CASES += [
     (row, prefixed(COMPRESSED) | {"position_embedding_type": "sinusoidal"}) for row in (T5, ENCODER_DECODERS[-1])
 ]
 
 
-@pytest.mark.parametrize("architecture, fields", HOSTS, ids=[row.name for row, _ in HOSTS])
+@pytest.mark.parametrize("architecture, fields", CASES, ids=[row.name for row, _ in CASES])
 def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, fields):
     model = architecture.model(next(iter(architecture.heads)), "gqa", **fields).eval()
     stack = model.get_encoder() if "encoder_attention_pattern" in fields else model

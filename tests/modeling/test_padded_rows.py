@@ -1,4 +1,4 @@
-"""Check that rows give the same outputs alone and in padded batches: patterns and kernels count only real tokens."""
+"""Check that rows give the same outputs in padded batches: patterns and kernels count only real tokens."""
 
 import pytest
 import torch
@@ -106,32 +106,32 @@ def check_encoder(encoder, side):
 
 
 ENCODER_CASES = [
-    *((name, host, {}) for name in PATTERNS for host in ("roberta", "t5")),
-    *((name, host, {"num_global_tokens": 2}) for name in PATTERNS for host in ("bert", "t5")),
+    *((name, architecture, {}) for name in PATTERNS for architecture in ("roberta", "t5")),
+    *((name, architecture, {"num_global_tokens": 2}) for name in PATTERNS for architecture in ("bert", "t5")),
     ("memory_compressed", "roberta", {}),
     ("transient_global", "t5", {}),
     *((name, "roberta", {}) for name in KERNELS),
     *(("local_blocks", row.name, {}) for row in (*ARCHITECTURES, *ENCODERS, *ENCODER_DECODERS)),
     *(("linformer", row.name, {}) for row in (BERT, *ENCODERS)),
 ]
-ENCODER_IDS = [f"{name}-{host}-{'-'.join(more)}" for name, host, more in ENCODER_CASES]
+ENCODER_IDS = [f"{name}-{architecture}-{'-'.join(more)}" for name, architecture, more in ENCODER_CASES]
 
 
-@pytest.mark.parametrize("name, host, more", ENCODER_CASES, ids=ENCODER_IDS)
+@pytest.mark.parametrize("name, architecture, more", ENCODER_CASES, ids=ENCODER_IDS)
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_encoder_row_is_the_same_alone_and_in_a_batch(name, host, more, side, in_blocks, request):
+def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
-    row = ROWS[host]
+    row = ROWS[architecture]
     check_encoder(encoder_of(row, **fields_of(name, prefix_of(row), **more)), side)
 
 
 @pytest.mark.parametrize("variant", ["talking", "latent"])
 @pytest.mark.parametrize("name", ["random_blocks", "fixed, split", "local_blocks", "sliding_window"])
-@pytest.mark.parametrize("host", ["bert", "t5"])
-def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, host, variant, short_blocks):
-    row = ROWS[host]
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, architecture, variant, short_blocks):
+    row = ROWS[architecture]
     more = {"num_global_tokens": 1}
     check_encoder(encoder_of(row, variant, **fields_of(name, prefix_of(row), **more)), "both")
 
@@ -171,15 +171,15 @@ def test_returned_weights_are_at_the_positions_of_the_tokens():
 DECODERS = {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "bart": "BartForCausalLM"}
 DECODERS |= {"t5": "T5ForConditionalGeneration", "whisper": "WhisperForConditionalGeneration"}
 DECODER_CASES = [
-    *((name, host) for name in PATTERNS for host in ("bert", "t5")),
+    *((name, architecture) for name in PATTERNS for architecture in ("bert", "t5")),
     *((name, "bert") for name in KERNELS if name != "linformer"),
-    *(("local_blocks", host) for host in DECODERS),
+    *(("local_blocks", architecture) for architecture in DECODERS),
 ]
 
 
-def decoder_of(host, name, **more):
-    row = ROWS[host]
-    return row, without_positions(row.model(DECODERS[host], "gqa", **fields_of(name), **more))
+def decoder_of(architecture, name, **more):
+    row = ROWS[architecture]
+    return row, without_positions(row.model(DECODERS[architecture], "gqa", **fields_of(name), **more))
 
 
 def source_of(row, rows):
@@ -199,29 +199,35 @@ def calls(row, head, ids, mask):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
+@pytest.mark.parametrize(
+    "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
+)
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_decoder_row_is_the_same_alone_and_in_a_batch(name, host, side, in_blocks, request):
+def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
-    row, model = decoder_of(host, name)
+    row, model = decoder_of(architecture, name)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        check_rows(lambda ids, mask: model(**calls(row, DECODERS[host], ids, mask), use_cache=False).logits, side)
+        check_rows(
+            lambda ids, mask: model(**calls(row, DECODERS[architecture], ids, mask), use_cache=False).logits, side
+        )
 
 
-@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
-def test_row_generates_the_same_alone_and_in_a_batch(name, host, short_blocks):
-    row, model = decoder_of(host, name)
+@pytest.mark.parametrize(
+    "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
+)
+def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_blocks):
+    row, model = decoder_of(architecture, name)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     ids, mask = padded("left")
-    if prefix_of(row) and "CausalLM" not in DECODERS[host]:  # else `generate` puts it before the padding
+    if prefix_of(row) and "CausalLM" not in DECODERS[architecture]:  # else `generate` puts it before the padding
         ids[torch.arange(3), mask.argmax(1)] = model.config.decoder_start_token_id
 
     def generated(ids, mask):
-        result = model.generate(**calls(row, DECODERS[host], ids, mask), **options)
+        result = model.generate(**calls(row, DECODERS[architecture], ids, mask), **options)
         return result.sequences[:, -9:], torch.stack(result.scores, 1)
 
     tokens, scores = generated(ids, mask)

@@ -1,7 +1,7 @@
 """Compare the talking-heads kernels with the specification: outputs and all gradients, by mask, bias and head count.
 
-The Triton kernels run on a GPU, or on a CPU through Triton's interpreter (`test_talking_heads_triton.py`): slowly, so
-over fewer cases.
+The Triton kernels run on a GPU, or on a CPU in Triton's interpreter (`test_talking_heads_triton.py`). The interpreter
+is slow, so it runs fewer cases.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Check when the Triton kernels serve a talking-heads call, and run the kernel tests in Triton's interpreter.
 
-The interpreter needs another process, because the variable that asks for it is read when Triton is imported.
+The interpreter needs another process, because Triton reads its environment variable when it is imported.
 """
 
 import importlib.util

@@ -18,9 +18,9 @@ from hf_attn_variants.modeling import transformers_trial, upstream, upstream_che
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
 from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
 
-HOSTS = (*ARCHITECTURES, *RELATIVES)
-EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-ROWS = {row.name: row for row in HOSTS}
+ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+ROWS = {row.name: row for row in ALL_ARCHITECTURES}
 
 
 class Layer(nn.Module):
@@ -82,13 +82,13 @@ def test_upstream_checks_are_fast():
     begin = time.perf_counter()
     classes = [
         each
-        for row in HOSTS
+        for row in ALL_ARCHITECTURES
         for each in row.model(next(iter(row.heads))).modules()
         if isinstance(each, attention_mixin.AttentionVariantMixin)
     ]
     classes = list({type(each): None for each in classes})
     building = time.perf_counter() - begin
-    assert len(classes) >= len(HOSTS)
+    assert len(classes) >= len(ALL_ARCHITECTURES)
 
     def check():
         upstream_checks.check_models()
@@ -106,11 +106,11 @@ def test_upstream_checks_are_fast():
     assert min(took) < building / 4, (took, building)
 
 
-@EVERY_HOST
-def test_every_model_has_an_auto_class_and_every_name_exists(host):
-    base = getattr(hf_attn_variants, host.config_class.auto_classes["AutoModel"])
+@EVERY_ARCHITECTURE
+def test_every_model_has_an_auto_class_and_every_name_exists(architecture):
+    base = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
     models = {name for name in sys.modules[base.__module__].__all__ if not name.endswith("PreTrainedModel")}
-    assert set(host.config_class.auto_classes.values()) == models
+    assert set(architecture.config_class.auto_classes.values()) == models
 
 
 def test_auto_classes_agree_with_transformers(monkeypatch):
@@ -127,13 +127,13 @@ def test_auto_classes_agree_with_transformers(monkeypatch):
         configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_unknown_attention_argument_raises_an_error(host, implementation):
+def test_unknown_attention_argument_raises_an_error(architecture, implementation):
     """Check packed sequences, which Transformers would attend to as one text."""
-    head = next(iter(host.heads))
-    for fields in ({}, dict.fromkeys(host.config_class.rank_fields(), 16)):
-        model, batch = host.model(head, **fields), host.batch(head)
+    head = next(iter(architecture.heads))
+    for fields in ({}, dict.fromkeys(architecture.config_class.rank_fields(), 16)):
+        model, batch = architecture.model(head, **fields), architecture.batch(head)
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             expected = model(**batch)[0]
@@ -146,15 +146,15 @@ def test_unknown_attention_argument_raises_an_error(host, implementation):
 @pytest.mark.parametrize("name", ["bart", "whisper", "t5", "umt5"])
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4}, {"kv_lora_rank": 16, "cross_kv_lora_rank": 16}])
 def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
-    host = ROWS[name]
-    head = next(iter(host.heads))
-    model = host.model(head, **fields)
+    architecture = ROWS[name]
+    head = next(iter(architecture.heads))
+    model = architecture.model(head, **fields)
     for stack in (model.encoder, model.decoder):
         alone = type(stack)(stack.config).eval()
         if "embed_tokens" in dict(stack.named_modules()):
             alone.set_input_embeddings(stack.get_input_embeddings())
         alone.load_state_dict(stack.state_dict())
-        given = host.batch(head)
+        given = architecture.batch(head)
         inputs = {"input_ids": token_ids()} if "input_features" not in given or stack is model.decoder else given
         inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
         if stack is model.decoder:
@@ -164,16 +164,16 @@ def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
 
 
 def test_latent_projection_exposes_a_dtype():
-    host = ROWS["t5"]
-    model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
+    architecture = ROWS["t5"]
+    model = architecture.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{upstream.cache_name(): cache})
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
 def test_umt5_output_scaling_follows_the_checkpoint():
-    host = ROWS["umt5"]
-    plain = host.upstream_config_class(**host.tiny).to_dict()
+    architecture = ROWS["umt5"]
+    plain = architecture.upstream_config_class(**architecture.tiny).to_dict()
     plain.pop("scale_decoder_outputs", None)
     configs = {}
     for tied in (True, False):
@@ -236,26 +236,26 @@ def newer(monkeypatch):
     monkeypatch.setattr(transformers_trial, "_tried", {})
 
 
-@EVERY_HOST
-def test_newer_release_runs_one_trial_per_architecture(host, newer, tmp_path):
-    head = next(iter(host.heads))
+@EVERY_ARCHITECTURE
+def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_path):
+    head = next(iter(architecture.heads))
     torch.manual_seed(0)
-    model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
-    assert transformers_trial._tried == {host.config_class.model_type: None}
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
+    assert transformers_trial._tried == {architecture.config_class.model_type: None}
     torch.manual_seed(0)
-    again = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+    again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)  # the trial drew no random number
 
 
-@EVERY_HOST
-def test_newer_release_with_other_outputs_raises_an_error(host, newer, monkeypatch):
+@EVERY_ARCHITECTURE
+def test_newer_release_with_other_outputs_raises_an_error(architecture, newer, monkeypatch):
     """Check a change of outputs under the same names and signatures, which only the trial detects."""
     from hf_attn_variants.modeling.attention import attention_interface
 
     exact = attention_interface.fused_attention
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
-    head = next(iter(host.heads))
+    head = next(iter(architecture.heads))
     for _ in range(2):  # whoever catches the first error gets the second
         with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
-            getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+            getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))

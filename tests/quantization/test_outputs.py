@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from architectures import VARIANTS
-from fixtures.hosts import HOSTS, PAIRS, make, tensors
 from fixtures.rounded_maps import rounded_model, rounded_weight, worst_error
+from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, make, tensors
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 from torch._dynamo.utils import counters
 
@@ -18,8 +18,8 @@ from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.int8_weight import Int8Weight, least_seconds
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
 
-T5 = next(host for host in HOSTS if host.name == "t5")
-BERT = next(host for host in HOSTS if host.name == "bert")
+T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
+BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
 # Fields beside `VARIANTS`, for T5; None in the place of a number is d_model.
 MORE = {
     "exact": {"cross_kv_lora_rank": 40},
@@ -69,16 +69,16 @@ def assert_as_rounded(float32, batch):
 
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_int8_architectures_equal_the_rounded_reference(host, variant):
-    head = list(host.heads)[1]
-    assert_as_rounded(make(host, head, variant), host.batch(head))
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+def test_int8_architectures_equal_the_rounded_reference(architecture, variant):
+    head = list(architecture.heads)[1]
+    assert_as_rounded(make(architecture, head, variant), architecture.batch(head))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_int8_variants_equal_the_rounded_reference(variant):
-    for host, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
-        assert_as_rounded(host.model(head, variant), host.batch(head))
+    for architecture, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
+        assert_as_rounded(architecture.model(head, variant), architecture.batch(head))
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -382,15 +382,15 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
 
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-@pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
-def test_quantize_dynamic_of_torch_is_supported(host, variant):
+@pytest.mark.parametrize("architecture", PAIRS, ids=lambda row: row.name)
+def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
     """Check that its layers are called, whatever form the attention would use."""
-    head = list(host.heads)[1]
-    model = make(host, head, variant)
+    head = list(architecture.heads)[1]
+    model = make(architecture, head, variant)
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
         made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        exact, found = (each(**host.batch(head)).logits for each in (model, made))
+        exact, found = (each(**architecture.batch(head)).logits for each in (model, made))
     assert 0 < (found - exact).abs().max() < exact.std()
 
 

@@ -1,6 +1,6 @@
 """Check configurations with one or two changed fields next to unchanged weights: equal outputs or an error.
 
-Seeded: 130 of them by default, ten of each host, and 520 with `-m slow`.
+The cases are seeded: 130 by default, ten per architecture, and 520 with `-m slow`.
 """
 
 import json
@@ -19,7 +19,7 @@ from security.test_hostile_files import limits
 import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
 
-HOSTS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
+ALL_ARCHITECTURES = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
 # What other tools write, and what a hand that edits a file leaves.
 OTHERS = (None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.25, 1e-3, 10**12, math.nan, "", "x", "12", [], [1], {}, "gelu")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "gated-gelu", "tanh", "nothing")
@@ -53,14 +53,19 @@ def outputs_of(model, batch):
     return next(value for value in result.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-@pytest.fixture(scope="module", params=HOSTS)
+@pytest.fixture(scope="module", params=ALL_ARCHITECTURES)
 def source(request, tmp_path_factory):
     """An architecture, the folder of its tiny checkpoint, its saved configuration and a batch."""
-    host = HOSTS[request.param]
-    head = next(iter(host.heads))
-    folder = tmp_path_factory.mktemp("fuzzed") / host.name
-    host.upstream_model(head).save_pretrained(folder)
-    return getattr(transformers, head), folder, json.loads((folder / "config.json").read_text()), host.batch(head)
+    architecture = ALL_ARCHITECTURES[request.param]
+    head = next(iter(architecture.heads))
+    folder = tmp_path_factory.mktemp("fuzzed") / architecture.name
+    architecture.upstream_model(head).save_pretrained(folder)
+    return (
+        getattr(transformers, head),
+        folder,
+        json.loads((folder / "config.json").read_text()),
+        architecture.batch(head),
+    )
 
 
 @pytest.mark.thorough

@@ -1,7 +1,6 @@
 """Check files of every kind with a few changed bytes: they are read, or raise one clear error.
 
-Some 200 inputs by default, and 8,000 with `-m slow`: with those of `test_hostile_files.py` more than 10,000. Each
-has the time and the memory that `limits` leaves it.
+There are 200 inputs by default, and 8,000 with `-m slow`. `limits` restricts the time and the memory of each.
 """
 
 import gzip

@@ -1,6 +1,6 @@
 """Compare damaged tables with pandas: equal rows, or an error that names the row.
 
-Of each format some 100 tables by default and 500 with `-m slow`, always the same ones.
+There are 100 seeded tables per format by default, and 500 with `-m slow`.
 """
 
 import csv

@@ -1,8 +1,7 @@
 """Check hostile and fuzzed checkpoints: an error with a message, without a crash, a hang or a large allocation.
 
-Hypothesis tries, always the same inputs: 400 safetensors files, 200 shard names, 400 configurations of each
-architecture by construction, and 80 of each by `convert_checkpoint` and by `attn-variants inspect`. Each input has
-`SECONDS` and `MEMORY` at most.
+Hypothesis tries the same inputs each time: 400 safetensors files, 200 shard names, 400 configurations per architecture
+in memory, and 80 each with `convert_checkpoint` and `attn-variants inspect`. `SECONDS` and `MEMORY` limit each input.
 """
 
 import copy

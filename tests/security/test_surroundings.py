@@ -1,4 +1,4 @@
-"""Check scripts in shared environments: two conversions into one folder, and a user without other write permissions."""
+"""Check scripts in shared environments: two conversions into one folder, and a user with few write permissions."""
 
 import json
 import os

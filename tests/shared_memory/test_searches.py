@@ -12,7 +12,7 @@ from hf_attn_variants import share_memory
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
-    """Check some of the 2 beams of 3 sentences: they continue with the source of their sentence, as in Transformers."""
+    """Check some of the 2 beams of 3 sentences: they continue with the source of their sentence."""
     method, rows = CHOICES[choice]
     rows = torch.tensor(rows)
     upstream, shared = (tiny_model("bart") for _ in range(2))

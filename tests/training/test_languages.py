@@ -1,4 +1,4 @@
-"""Check multilingual encoder-decoders: the decoder's inputs and outputs equal Transformers, and languages are saved."""
+"""Check multilingual encoder-decoders: decoder inputs and outputs equal Transformers, and languages are saved."""
 
 import pytest
 import torch

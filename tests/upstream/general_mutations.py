@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from upstream.source_of_hosts import folder, parameters
+from upstream.architecture_sources import folder, parameters
 
 MODEL, GENERATION = "transformers.modeling_utils", "transformers.generation.utils"
 CACHES, MASKS = "transformers.cache_utils", "transformers.masking_utils"
@@ -48,7 +48,7 @@ ATTENTIONS = ["eager_attention_forward", "sdpa_attention_forward"]
 
 
 def _mutation(kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "title": title, "op": op, "names": names, "hosts": [], **more}
+    return {"kind": kind, "title": title, "op": op, "names": names, "architectures": [], **more}
 
 
 def general_mutations() -> Iterator[dict[str, Any]]:

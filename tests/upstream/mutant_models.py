@@ -1,6 +1,6 @@
 """Tiny models of every architecture and their measurements, inside one mutant of Transformers.
 
-Nothing here is imported before the mutant's import hook is in place: upstream's classes are looked up when asked for.
+This module imports no class of Transformers at its top, because the import hook of the mutant must come first.
 """
 
 import importlib
@@ -112,14 +112,14 @@ MODELS: dict[str, tuple[Model, ...]] = {
 }
 
 
-def upstream_class(host: str, model: Model) -> type:
+def upstream_class(architecture: str, model: Model) -> type:
     """Return the class of the mutant."""
-    return getattr(importlib.import_module(f"transformers.models.{host}.modeling_{host}"), model.head)
+    return getattr(importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}"), model.head)
 
 
-def our_class(host: str, model: Model) -> type:
+def our_class(architecture: str, model: Model) -> type:
     """Return our class, loaded in the mutant."""
-    module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{host}")
+    module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{architecture}")
     return getattr(module, f"AttnVariant{model.head}")
 
 
@@ -141,7 +141,7 @@ def take(model: Any, tensors: list[torch.Tensor]) -> Any:
     """Copy weights between two models that have the same weights in the same order, under any names."""
     names = list(model.state_dict())
     if len(names) != len(tensors):
-        raise RuntimeError(f"{len(names)} weights in place of {len(tensors)}")
+        raise RuntimeError(f"{len(names)} weights instead of {len(tensors)}")
     model.load_state_dict(dict(zip(names, tensors, strict=True)))
     return model
 
@@ -155,7 +155,7 @@ def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
 
 @torch.no_grad()
 def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Tensor]:
-    """Return the outputs of a model by name."""
+    """Return a dictionary of the outputs of a model."""
     torch.manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (BATCH, LENGTH))
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)

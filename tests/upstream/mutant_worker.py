@@ -1,6 +1,7 @@
 """Run mutants of Transformers: a process loads the unchanged modules, and forks once per mutant.
 
-Reads lines of JSON, {"op": ..., "hosts": [...], "names": [...]}, and answers each host with a line of JSON.
+The process reads lines of JSON, {"op": ..., "architectures": [...], "names": [...]}, and writes one line of JSON per
+architecture.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from upstream import mutant_models, rewriting  # noqa: E402
 
-SECONDS = 60  # of one host in one mutant
+SECONDS = 60  # of one architecture in one mutant
 GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.integrations.sdpa_attention")
 
 
@@ -107,14 +108,14 @@ def purge(modules: list[str]) -> None:
                 vars(module).pop(name)
 
 
-def baseline(host: str) -> dict[str, Any]:
+def baseline(architecture: str) -> dict[str, Any]:
     """Return weights and results of each model of an architecture with the unmodified Transformers."""
     made = {}
-    for model in mutant_models.MODELS[host]:
-        upstream = mutant_models.build(mutant_models.upstream_class(host, model), model.config)
+    for model in mutant_models.MODELS[architecture]:
+        upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), model.config)
         kept = {"upstream": _results(upstream, model)}
         for name, fields in model.own.items():
-            ours = mutant_models.our_class(host, model)
+            ours = mutant_models.our_class(architecture, model)
             try:
                 kept[name] = _results(mutant_models.build(ours, model.config | fields), model)
             except Exception as error:
@@ -127,15 +128,15 @@ def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
     return [each.clone() for each in built.state_dict().values()], mutant_models.measure(built, model.use)
 
 
-def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
+def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
     """Return the outcome of one architecture in a mutant, and the evidence."""
     worst = ("equal", "")
-    for model in mutant_models.MODELS[host]:
+    for model in mutant_models.MODELS[architecture]:
         kept = before[model.head]
         try:
             weights, expected = kept["upstream"]
             config = model.config
-            upstream = mutant_models.build(mutant_models.upstream_class(host, model), config)
+            upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), config)
             mutant_models.take(upstream, weights)
             wanted = mutant_models.measure(upstream, model.use)
             difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
@@ -145,7 +146,7 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
             return "invalid", f"upstream's own model differs: {difference}"
         if mutation.get("is_newer"):  # no name has changed: what says it is the number of the release alone
             importlib.import_module("transformers").__version__ = "5.99.0"
-        for name, run in _ours(host, model, upstream, wanted, kept, mutation):
+        for name, run in _ours(architecture, model, upstream, wanted, kept, mutation):
             outcome, note = _outcome(run, mutation["names"])
             if ORDER.index(outcome) > ORDER.index(worst[0]):
                 worst = outcome, f"{model.head} {name}: {note}"
@@ -157,23 +158,23 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
 ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
 
 
-def _ours(host: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
+def _ours(architecture: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
     """Yield each variant's name and a function that runs it and returns its difference."""
 
     def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | fields)
+        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | fields)
         ours.load_state_dict(upstream.state_dict())
         return mutant_models.first_difference(mutant_models.measure(ours, model.use, generates), wanted)
 
     def talking() -> str | None:
         def read(folder: str) -> Any:
-            return mutant_models.our_class(host, model).from_pretrained(folder, talking_heads="both")
+            return mutant_models.our_class(architecture, model).from_pretrained(folder, talking_heads="both")
 
         ours = mutant_models.in_folder(upstream, read)
         return mutant_models.first_difference(mutant_models.measure(ours, model.use), wanted)
 
     def own(name: str) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | model.own[name])
+        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | model.own[name])
         if isinstance(kept[name], str):  # it failed before the mutation
             return mutant_models.first_difference(mutant_models.measure(ours, model.use), {})
         weights, expected = kept[name]
@@ -247,19 +248,29 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
         except Exception:
             failed = "invalid", _last_lines()
 
-    def one(host: str) -> bytes:
+    def one(architecture: str) -> bytes:
         signal.alarm(SECONDS)
         begun = time.process_time()
-        outcome, note = failed or judge(host, mutation, before[host])
+        outcome, note = failed or judge(architecture, mutation, before[architecture])
         if not seen and mutation["op"]["op"] != "nothing":
             outcome, note = "invalid", "nothing was rewritten"
-        row = {"host": host, "outcome": outcome, "note": note, "seconds": round(time.process_time() - begun, 2)}
+        row = {
+            "architecture": architecture,
+            "outcome": outcome,
+            "note": note,
+            "seconds": round(time.process_time() - begun, 2),
+        }
         return (json.dumps(row) + "\n").encode()
 
     rows = []
-    for host in mutation["hosts"]:
-        lost = {"host": host, "outcome": "raw", "note": f"died, or more than {SECONDS} s", "seconds": 0.0}
-        rows.append(in_fork(lambda host=host: one(host)) or (json.dumps(lost) + "\n").encode())
+    for architecture in mutation["architectures"]:
+        lost = {
+            "architecture": architecture,
+            "outcome": "raw",
+            "note": f"died, or more than {SECONDS} s",
+            "seconds": 0.0,
+        }
+        rows.append(in_fork(lambda architecture=architecture: one(architecture)) or (json.dumps(lost) + "\n").encode())
     return b"".join(rows)
 
 
@@ -269,15 +280,15 @@ def main() -> None:
     before: dict[str, Any] = {}
     for line in sys.stdin:
         mutation = json.loads(line)
-        for host in mutation["hosts"]:
-            if host not in before:
-                before[host] = pickle.loads(in_fork(lambda host=host: _try(host)))
+        for architecture in mutation["architectures"]:
+            if architecture not in before:
+                before[architecture] = pickle.loads(in_fork(lambda architecture=architecture: _try(architecture)))
         sys.stdout.write(in_fork(lambda mutation=mutation: run(mutation, before)).decode())
         sys.stdout.flush()
 
 
-def _try(host: str) -> bytes:
-    return pickle.dumps(baseline(host))
+def _try(architecture: str) -> bytes:
+    return pickle.dumps(baseline(architecture))
 
 
 if __name__ == "__main__":

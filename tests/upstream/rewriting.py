@@ -1,7 +1,7 @@
 """Rewrite the source of modules of Transformers: each mutation is a change of a syntax tree.
 
-A mutation's "op" is a dictionary: "op", the name of a function here or in `rewriting_general`, its arguments, "host"
-where a host's modeling file is rewritten and "modules" where modules are that hosts share.
+The "op" of a mutation is a dictionary: "op" is the name of a function here or in `rewriting_general`, followed by its
+arguments. "architecture" names a modeling file, and "modules" names modules that architectures share.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from upstream import rewriting_general
-from upstream.source_of_hosts import calls, classes, method, parameters
+from upstream.architecture_sources import calls, classes, method, parameters
 
 MOVED = "_moved_away"  # what the name of a module ends with that a class has moved to
 
@@ -18,15 +18,17 @@ MOVED = "_moved_away"  # what the name of a module ends with that a class has mo
 def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
     """Return the source of a module after a mutation, or None if the mutation does not change it."""
     op = mutation["op"]
-    host = f"transformers.models.{op.get('host')}.modeling_{op.get('host')}"
+    architecture = f"transformers.models.{op.get('architecture')}.modeling_{op.get('architecture')}"
     name = op["op"]
     if name == "move_class":
-        return move_class(module, host, source, op["name"])
-    if name in HOST_OPS:
-        if module != host:
+        return move_class(module, architecture, source, op["name"])
+    if name in ARCHITECTURE_OPS:
+        if module != architecture:
             return None
         tree = ast.parse(source)
-        HOST_OPS[name](tree, **{key: value for key, value in op.items() if key not in ("op", "host", "modules")})
+        ARCHITECTURE_OPS[name](
+            tree, **{key: value for key, value in op.items() if key not in ("op", "architecture", "modules")}
+        )
         text = ast.unparse(ast.fix_missing_locations(tree)) + op.get("after", "")
         return text
     if name == "nothing":
@@ -254,20 +256,20 @@ def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
         classes(tree)[name].body += ast.parse(text).body
 
 
-def move_class(module: str, host: str, source: str, name: str) -> str | None:
+def move_class(module: str, architecture: str, source: str, name: str) -> str | None:
     """Move a class into a new module next to the modeling file, which imports it from there."""
-    if module == host + MOVED:
+    if module == architecture + MOVED:
         return source
-    if module != host:
+    if module != architecture:
         return None
     return (
-        f"from transformers.models.{host.split('.')[2]} import __name__ as _package\nimport importlib\n"
-        f"_moved = importlib.import_module('{host + MOVED}')\n"
+        f"from transformers.models.{architecture.split('.')[2]} import __name__ as _package\nimport importlib\n"
+        f"_moved = importlib.import_module('{architecture + MOVED}')\n"
         f"globals().update({{k: v for k, v in vars(_moved).items() if not k.startswith('__') and k != '{name}'}})\n"
     )
 
 
-HOST_OPS = {
+ARCHITECTURE_OPS = {
     each.__name__: each
     for each in (
         rename_parameter,

@@ -13,7 +13,7 @@ def rewrite(op: dict[str, Any], module: str, source: str) -> str | None:
         return None
     tree = ast.parse(source)
     before = ast.dump(tree)
-    changes = {key: value for key, value in op.items() if key not in ("op", "modules", "host", "needle")}
+    changes = {key: value for key, value in op.items() if key not in ("op", "modules", "architecture", "needle")}
     GENERAL_OPS[op["op"]](tree, **changes)
     tree = ast.fix_missing_locations(tree)
     return None if ast.dump(tree) == before else ast.unparse(tree)

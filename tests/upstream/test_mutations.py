@@ -1,13 +1,13 @@
 """Check that our models behave like a mutated Transformers, or raise an error that names the change.
 
-All of them: `python -m pytest -m slow tests/upstream/test_mutations.py`, or `python tests/upstream/mutations.py`.
+`python -m pytest -m slow tests/upstream/test_mutations.py` and `python tests/upstream/mutations.py` run all mutants.
 """
 
 import ast
 
 import pytest
 from upstream import mutations, rewriting, rewriting_general
-from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+from upstream.architecture_sources import ARCHITECTURES, calls, classes, method, parameters, role, tree_of
 
 CASES, SEED = 24, 0
 # Meanings under the same names: no signature says them.
@@ -35,7 +35,7 @@ def sampled(rows):
 @pytest.mark.thorough
 def test_unchanged_transformers_gives_equal_outputs(rows):
     unchanged = [row for row in rows if row["kind"] == "nothing"]
-    assert [row["host"] for row in unchanged] == list(HOSTS)
+    assert [row["architecture"] for row in unchanged] == list(ARCHITECTURES)
     assert not [mutations.line_of(row) for row in unchanged if row["outcome"] != "equal"]
 
 
@@ -46,26 +46,26 @@ def test_sampled_mutants_give_equal_outputs_or_a_named_error(sampled):
 
 def test_sample_covers_every_architecture_and_kind(sampled):
     kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing", *UNSEEN}
-    assert {row["host"] for row in sampled} == set(HOSTS) and {row["kind"] for row in sampled} == kinds
+    assert {row["architecture"] for row in sampled} == set(ARCHITECTURES) and {row["kind"] for row in sampled} == kinds
     assert sum(row["outcome"] == "invalid" for row in sampled) <= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", HOSTS)
-def test_all_mutants_give_equal_outputs_or_a_named_error(host):
-    rows = mutations.run(mutations.all_mutations([host]))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_mutants_give_equal_outputs_or_a_named_error(architecture):
+    rows = mutations.run(mutations.all_mutations([architecture]))
     assert not bad(rows), "\n".join(bad(rows))
     invalid = [mutations.line_of(row) for row in rows if row["outcome"] == "invalid"]
     assert len(invalid) <= len(rows) // 20, "\n".join(invalid)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_every_architecture_has_enough_mutations(host):
-    tree = tree_of(host)
-    for kind in ("attention", "embeddings" if host in BERTS else "stack"):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_enough_mutations(architecture):
+    tree = tree_of(architecture)
+    for kind in ("attention", "embeddings" if architecture in BERTS else "stack"):
         names = role(tree, kind)
         assert names and list(calls(tree, set(names))), kind
-    titles = [each["title"] for each in mutations.architecture_mutations(host)]
+    titles = [each["title"] for each in mutations.architecture_mutations(architecture)]
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 def changed(op, **arguments):
     tree = ast.parse(SMALL)
-    rewriting.HOST_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
+    rewriting.ARCHITECTURE_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 

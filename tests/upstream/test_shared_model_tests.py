@@ -1,7 +1,7 @@
 """Apply the ideas of Transformers' shared model tests to each architecture with grouped heads and with latents.
 
-Those tests are not part of the installed package; these are their ideas, as far as the tests in `modeling/` and
-`integration/` do not have them for every host.
+Transformers' shared tests are not part of the installed package. These tests cover the ideas that the tests in
+`modeling/` and `integration/` do not check for every architecture.
 """
 
 import pytest
@@ -9,15 +9,15 @@ import torch
 import transformers
 from architectures import LENGTH, VOCABULARY, token_ids
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.hosts import (
+from fixtures.tested_architectures import (
+    ALL_ARCHITECTURES,
+    EVERY_ARCHITECTURE,
     EVERY_HEAD,
-    EVERY_HOST,
     EVERY_VARIANT,
     GENERATES,
-    HOSTS,
     PAIRS,
     SOME_HEADS,
-    TEXT_HOSTS,
+    TEXT_ARCHITECTURES,
     TOLERANCE,
     assert_same,
     fields_of,
@@ -35,10 +35,10 @@ import hf_attn_variants
 
 @pytest.mark.thorough
 @EVERY_HEAD
-def test_training_gives_every_parameter_a_gradient(host, head):
+def test_training_gives_every_parameter_a_gradient(architecture, head):
     """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
-    batch, found = host.batch(head, labels=True), []
-    model = make(host, head, "latent", **without_dropout(host)).train()
+    batch, found = architecture.batch(head, labels=True), []
+    model = make(architecture, head, "latent", **without_dropout(architecture)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
         if on:
@@ -49,7 +49,7 @@ def test_training_gives_every_parameter_a_gradient(host, head):
         (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
     without = sorted(name for name, grad in found[0].items() if grad is None)
-    upstream = host.upstream_model(head)
+    upstream = architecture.upstream_model(head)
     output = upstream(**batch)
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
     unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
@@ -79,10 +79,10 @@ def seeded_draws(monkeypatch):
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_missing_weights_are_initialized_like_a_new_model(host, head, seeded_draws):
+def test_missing_weights_are_initialized_like_a_new_model(architecture, head, seeded_draws):
     """Check `test_can_init_all_missing_weights` with an empty checkpoint."""
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = host.config(head=head, **fields_of(host, "latent"))
+    config = architecture.config(head=head, **fields_of(architecture, "latent"))
     new = model_class(config)
     loaded = model_class.from_pretrained(None, config=config, state_dict={})
     assert_same(new.state_dict(), loaded.state_dict(), atol=0, rtol=0)
@@ -93,9 +93,9 @@ def test_missing_weights_are_initialized_like_a_new_model(host, head, seeded_dra
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_save_and_load_keeps_the_model(host, head, tmp_path):
+def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
     """Check `test_save_load`, `_keys_to_ignore_on_save` and `test_tied_weights_keys`, in several files."""
-    model = fresh(host, head, "gqa")
+    model = fresh(architecture, head, "gqa")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -107,16 +107,16 @@ def test_save_and_load_keeps_the_model(host, head, tmp_path):
     ties = [{frozenset(n for n in at if at[n] == at[name]) for name in at} for at in pointers]
     assert ties[0] == ties[1]
     with torch.no_grad():
-        batch = host.batch(head)
+        batch = architecture.batch(head)
         assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_eager_equals_sdpa(host, variant):
+def test_eager_equals_sdpa(architecture, variant):
     """Check `test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
     for inputs in (batch, flipped):
         kept = inputs.get("attention_mask")
@@ -131,12 +131,12 @@ def test_eager_equals_sdpa(host, variant):
         torch.testing.assert_close(*found, **TOLERANCE)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_batched_row_equals_the_single_row(host, variant):
+def test_batched_row_equals_the_single_row(architecture, variant):
     """Check `test_batching_equivalence`."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
     with torch.no_grad():
         whole = tensors(model(**batch))
         for row in range(len(next(iter(batch.values())))):
@@ -144,13 +144,13 @@ def test_batched_row_equals_the_single_row(host, variant):
             assert_same({name: value[row : row + 1] for name, value in whole.items()}, alone)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_hidden_states_and_attentions_have_the_expected_shapes(host, variant):
+def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, variant):
     """Check `test_hidden_states_output`, `test_attention_outputs` and `test_model_outputs_equivalence`."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
-    upstream = host.upstream_model(head)
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
+    upstream = architecture.upstream_model(head)
     upstream.set_attn_implementation("eager")
     flags = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
@@ -166,13 +166,13 @@ def test_hidden_states_and_attentions_have_the_expected_shapes(host, variant):
             assert torch.equal(value, unnamed)
 
 
-@pytest.mark.parametrize("host", TEXT_HOSTS, ids=lambda row: row.name)
-def test_inputs_embeds_equal_input_ids(host):
+@pytest.mark.parametrize("architecture", TEXT_ARCHITECTURES, ids=lambda row: row.name)
+def test_inputs_embeds_equal_input_ids(architecture):
     """Check `test_inputs_embeds_matches_input_ids`."""
-    head = next(iter(host.heads))
-    model = make(host, head, "latent")
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, "latent")
     ids = token_ids()
-    others = {"decoder_input_ids": token_ids()} if host in PAIRS else {}
+    others = {"decoder_input_ids": token_ids()} if architecture in PAIRS else {}
     with torch.no_grad():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), **others)
         assert_same(tensors(model(input_ids=ids, **others)), tensors(embedded))
@@ -180,9 +180,9 @@ def test_inputs_embeds_equal_input_ids(host):
 
 @GENERATES
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generation_from_inputs_embeds_returns_the_expected_shapes(host, beams):
+def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture, beams):
     """Check `test_generate_from_inputs_embeds` and the shapes of `generate`, greedily and with beams."""
-    model = make(host, second_head(host), "latent")
+    model = make(architecture, second_head(architecture), "latent")
     model.set_attn_implementation("eager")
     ids, steps = token_ids(), 4
     options = {"max_new_tokens": steps, "min_new_tokens": steps, "num_beams": beams, "do_sample": False}
@@ -203,19 +203,21 @@ def test_generation_from_inputs_embeds_returns_the_expected_shapes(host, beams):
         assert [each.shape for each in states] == [(rows, 1, config.d_model)] * (layers + 1)
 
 
-@pytest.mark.parametrize("host", [row for row in TEXT_HOSTS if row not in PAIRS], ids=lambda row: row.name)
-def test_feed_forward_chunking_changes_no_output(host):
+@pytest.mark.parametrize(
+    "architecture", [row for row in TEXT_ARCHITECTURES if row not in PAIRS], ids=lambda row: row.name
+)
+def test_feed_forward_chunking_changes_no_output(architecture):
     """Check `test_feed_forward_chunking`."""
-    head = next(iter(host.heads))
-    whole, chunked = (make(host, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
+    head = next(iter(architecture.heads))
+    whole, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
-        assert_same(tensors(whole(**host.batch(head))), tensors(chunked(**host.batch(head))))
+        assert_same(tensors(whole(**architecture.batch(head))), tensors(chunked(**architecture.batch(head))))
 
 
 @EVERY_HEAD
-def test_resized_embeddings_stay_tied(host, head):
+def test_resized_embeddings_stay_tied(architecture, head):
     """Check `test_resize_tokens_embeddings`, `test_resize_embeddings_untied` and `test_model_get_set_embeddings`."""
-    model = make(host, head, "gqa")
+    model = make(architecture, head, "gqa")
     if model.get_input_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
         pytest.skip("it reads no words")
     output = model.get_output_embeddings()
@@ -230,7 +232,7 @@ def test_resized_embeddings_stay_tied(host, head):
         if output is not None:
             assert len(model.get_output_embeddings().weight) == size
             assert (model.get_output_embeddings().weight is weight) == tied
-    batch = host.batch(head)
+    batch = architecture.batch(head)
     smaller = {
         name: value % (VOCABULARY - 10) if name.endswith("input_ids") else value for name, value in batch.items()
     }
@@ -245,19 +247,19 @@ def whole_layers(model):
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
 
-@EVERY_HOST
-def test_no_split_modules_are_found(host):
+@EVERY_ARCHITECTURE
+def test_no_split_modules_are_found(architecture):
     """Check `test_model_parallelism`: the names of our classes select the layers that a device map keeps whole."""
-    head = next(iter(host.heads))
-    model, upstream = make(host, head, "gqa"), host.upstream_model(head)
+    head = next(iter(architecture.heads))
+    model, upstream = make(architecture, head, "gqa"), architecture.upstream_model(head)
     assert whole_layers(model) == whole_layers(upstream)
 
 
-@pytest.mark.parametrize("host", HOSTS[:3] + HOSTS[6:7], ids=lambda row: row.name)
-def test_weights_are_offloaded_to_the_disk(host, tmp_path):
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES[:3] + ALL_ARCHITECTURES[6:7], ids=lambda row: row.name)
+def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
-    head = next(iter(host.heads))
-    model, batch = fresh(host, head, "latent"), host.batch(head)
+    head = next(iter(architecture.heads))
+    model, batch = fresh(architecture, head, "latent"), architecture.batch(head)
     model.save_pretrained(tmp_path / "model")
     # ALBERT's layers are one module, that upstream names in no list.
     layer = (whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from architectures import token_ids
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.hosts import (
-    EVERY_HOST,
+from fixtures.tested_architectures import (
+    EVERY_ARCHITECTURE,
     EVERY_VARIANT,
     GENERATES,
     assert_same,
@@ -25,14 +25,14 @@ PROBLEMS = {
 }
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_gradients_reach_returned_states_and_weights(host, variant):
+def test_gradients_reach_returned_states_and_weights(architecture, variant):
     """Check `test_retain_grad_hidden_states_attentions`: the model uses the states and weights that it returns."""
-    head = next(iter(host.heads))
-    model = make(host, head, variant)
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, variant)
     model.set_attn_implementation("eager")
-    output = model(**host.batch(head), output_hidden_states=True, output_attentions=True)
+    output = model(**architecture.batch(head), output_hidden_states=True, output_attentions=True)
     returned = {
         name: output[name] for name in output if name.endswith(("hidden_states", "attentions")) and output[name]
     }
@@ -44,11 +44,11 @@ def test_gradients_reach_returned_states_and_weights(host, variant):
         assert values[0].grad is not None and values[0].grad.abs().sum() > 0, name
 
 
-@EVERY_HOST
-def test_embeddings_pass_gradients_to_adapters(host):
+@EVERY_ARCHITECTURE
+def test_embeddings_pass_gradients_to_adapters(architecture):
     """Check `test_enable_input_require_grads`, also with checkpointed layers, for adapters of a frozen model."""
-    head = next(iter(host.heads))
-    model = make(host, head, "gqa", **without_dropout(host))
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, "gqa", **without_dropout(architecture))
     if not model.supports_gradient_checkpointing:
         pytest.skip("it checkpoints nothing")
     model.requires_grad_(False)
@@ -62,51 +62,51 @@ def test_embeddings_pass_gradients_to_adapters(host):
             checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
-        next(iter(tensors(model(**host.batch(head))).values())).square().sum().backward()
+        next(iter(tensors(model(**architecture.batch(head))).values())).square().sum().backward()
         found.append({"gradient": adapter.weight.grad.clone()})
     assert_same(*found)
 
 
 @CLASSIFIERS
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_losses_equal_transformers_for_each_problem_type(host, head, problem):
+def test_losses_equal_transformers_for_each_problem_type(architecture, head, problem):
     """Check `test_problem_types`."""
     size, labels = PROBLEMS[problem]
-    upstream = host.upstream_model(head, num_labels=size, problem_type=problem)
-    model = host.model(head, num_labels=size, problem_type=problem)
+    upstream = architecture.upstream_model(head, num_labels=size, problem_type=problem)
+    model = architecture.model(head, num_labels=size, problem_type=problem)
     model.load_state_dict(upstream.state_dict())
-    batch = host.batch(head) | {"labels": labels}
+    batch = architecture.batch(head) | {"labels": labels}
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).loss, upstream(**batch).loss, atol=1e-5, rtol=1e-5)
 
 
 @GENERATES
-def test_encoder_decoder_shifts_labels_once(host):
+def test_encoder_decoder_shifts_labels_once(architecture):
     """Check `test_encoder_decoder_loss_no_double_shift`."""
-    head = second_head(host)
-    batch = host.batch(head, labels=True)
+    head = second_head(architecture)
+    batch = architecture.batch(head, labels=True)
     with torch.no_grad():
-        output = make(host, head, "gqa")(**batch)
+        output = make(architecture, head, "gqa")(**batch)
     expected = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
     torch.testing.assert_close(output.loss, expected)
 
 
 @WRITES_ALONE
-def test_shift_labels_raise_an_error(host, head):
+def test_shift_labels_raise_an_error(architecture, head):
     """Check that `shift_labels` of `test_causal_lm_loss_honors_shift_labels` raises an error, because it is not
     supported.
     """
     batch = {name: token_ids() for name in ("input_ids", "labels", "shift_labels")}
     with pytest.raises(ValueError, match="`shift_labels`"):
-        make(host, head, "gqa")(**batch)
+        make(architecture, head, "gqa")(**batch)
 
 
-@EVERY_HOST
-def test_hidden_states_of_selected_layers_are_returned(host):
+@EVERY_ARCHITECTURE
+def test_hidden_states_of_selected_layers_are_returned(architecture):
     """Check `test_can_capture_specific_layers_hidden_states` if Transformers supports it."""
-    head = next(iter(host.heads))
-    model, upstream = make(host, head, "latent"), host.upstream_model(head)
-    batch = host.batch(head)
+    head = next(iter(architecture.heads))
+    model, upstream = make(architecture, head, "latent"), architecture.upstream_model(head)
+    batch = architecture.batch(head)
     with torch.no_grad():
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-HOSTS = "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra".split()
+ARCHITECTURES = "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra".split()
 
 
 def folder() -> Path:
@@ -16,13 +16,13 @@ def folder() -> Path:
 
 
 @cache
-def tree_of(host: str) -> ast.Module:
+def tree_of(architecture: str) -> ast.Module:
     """Return the syntax tree of an architecture's modeling file."""
-    return ast.parse((folder() / "models" / host / f"modeling_{host}.py").read_text(encoding="utf-8"))
+    return ast.parse((folder() / "models" / architecture / f"modeling_{architecture}.py").read_text(encoding="utf-8"))
 
 
 def classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
-    """Return the classes of a file by name."""
+    """Return a dictionary of the classes of a file."""
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
