@@ -30,7 +30,7 @@ SENTENCE_COLUMN = 29
 
 
 def tree_of(package: Path = PACKAGE) -> str:
-    """Return the tree of the package. Of the `__init__.py` files, it lists only the one of the package itself."""
+    """Return the tree of the package. It lists only the `__init__.py` of the package itself."""
     first = _line("  ", "__init__.py", package / "__init__.py")
     return "\n".join([f"{package.name}/", first, *_inside(package, "  ")])
 

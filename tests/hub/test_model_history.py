@@ -222,7 +222,7 @@ def test_readme_of_the_source_or_without_a_model_is_kept(is_continuation, name, 
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-def test_a_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
+def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     """Check that the card is not the source's, and keeps its license terms."""
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert "README.md is the model card. `attn-variants push` updates it" in capsys.readouterr().out

@@ -87,13 +87,13 @@ def test_used_mechanisms_follow_the_fields(name):
     assert used_mechanisms(BERT.config(**fields)) == mechanisms
 
 
-def test_a_value_in_one_layer_selects_the_mechanism():
+def test_value_in_one_layer_selects_the_mechanism():
     assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents", "unequal_layers"}
     assert used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {"talking_heads"}
     assert used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
 
 
-def test_a_grouped_bert_includes_no_other_mechanism(repositories):
+def test_grouped_bert_includes_no_other_mechanism(repositories):
     code = {path.name: path.read_text() for path in (repositories / "grouped").glob("*.py")}
     assert len(code) <= 8 and sum(len(text.splitlines()) for text in code.values()) < 5000
     text = "\n".join(code.values())

@@ -32,7 +32,7 @@ def edit(path, **fields):
 
 
 def sent(plan, folder):
-    """Return each file as it is uploaded."""
+    """Return each uploaded file."""
     found = {name: _get_payload(plan.folder, name) for name in plan.files}
     read = {name: each if isinstance(each, bytes) else open(each, "rb").read() for name, each in found.items()}
     assert {name: len(each) for name, each in read.items()} == plan.files

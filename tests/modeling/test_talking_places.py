@@ -284,7 +284,7 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
         ]
 
 
-def test_a_place_uses_only_its_own_fields_if_one_of_them_is_given():
+def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
     whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
     config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
     of_all = TalkingHeads("both", 8, 12, "random", ("x2l",))

@@ -238,7 +238,7 @@ def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
     assert "'multi-head': " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_the_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
+def test_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
     """Check a finished run whose tokenizer was removed: only the table is written again."""
     (tmp_path / "b.json").write_text(json.dumps(BASE))
     monkeypatch.setattr(runner.RunFolder, "read", lambda self: setattr(self, "results", {"eval_loss": 1.0}))

@@ -285,7 +285,7 @@ def test_run_of_another_call_is_skipped(half_done, sweep_file):
     assert not [*last.iterdir()] and "1 of 2" in (half_done / "sweep_results.md").read_text()
 
 
-def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
+def test_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
     """Check a run that ends after this call read the records and before its turn."""
 
     def finish_elsewhere(*args):
