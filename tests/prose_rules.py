@@ -29,7 +29,7 @@ UNIT = r"(?:tokens?|layers?|heads?|rows?|steps?|seconds?|batch|sentences?|texts?
 TEXT_RULES = {
     "passive without an actor": rf"{BE}(?:told|said|asked)\b(?! to)",
     "refuse": r"\brefus(?:e|es|ed|ing|als?)\b",
-    "is no": r"\b(?<!there )(?:is|are|was|were) (?-i:no|none)\b(?! (?:longer|more|larger|smaller|faster|slower|better))",
+    "is no": r"\b(?<!there )(?:is|are|was|were) (?-i:no|none)\b(?! (?:longer|more|larger|smaller|better))",
     "alone": r"(?<!stand-)(?<!let )\balone\b",
     "in the place of": r"\bin (?:its|their|the|a \w+'s) place\b",
     "because, not for": r"[,;] for (?:it|they|there|what|this|these|those)\s",

@@ -76,7 +76,9 @@ def test_python_rules_find_names_docstrings_and_comments(tmp_path, monkeypatch):
     monkeypatch.setattr(prose_rules, "ROOT", tmp_path)
     (tmp_path / prose_rules.PACKAGE).mkdir()
     module = tmp_path / prose_rules.PACKAGE / "module.py"
-    source = '"""Which file."""\n\n\ndef test_the_file(told):\n    # It is no file.\n    for each in told:\n        print(each)\n'
+    source = (
+        '"""Which file."""\n\n\ndef test_the_file(told):\n    # It is no file.\n    for each in told:\n        pass\n'
+    )
     module.write_text(source, encoding="utf-8")
     rules = [(line, rule) for line, rule, _ in prose_rules.violations(module.relative_to(tmp_path))]
     assert sorted(rules) == [

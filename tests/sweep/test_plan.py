@@ -195,13 +195,13 @@ def test_sweep_file_error_is_one_line(dry_run, change, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` occurs twice in the object at line 1"),
-        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` occurs twice in the object at line 3"),
-        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` occurs twice in the object at line 2"),
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` must occur only once in the object at line 1"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` must occur only once in the object at line 3"),
+        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` must occur only once in the object at line 2"),
         ("command: [\n", "must be YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
-        ("- a\n", "the file must be an object"),
-        ('{"command": "pretrain", "command": "glue"}', "`command` occurs twice"),
+        ("- a\n", "The file must be an object"),
+        ('{"command": "pretrain", "command": "glue"}', "`command` must occur only once"),
     ],
 )
 def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
