@@ -18,7 +18,7 @@ INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
 
 
 def read_bandwidth(device: str) -> float:
-    """Return the bytes a second that a sum over 512 MiB reads, far more than a processor's cache holds."""
+    """Return the bytes per second at which a sum reads 512 MiB, far more than a processor's cache."""
     numbers = torch.ones(2**27, device=device)
     numbers.sum()
     times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]

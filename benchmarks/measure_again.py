@@ -1,10 +1,10 @@
-"""Measure all claims of speed again, both ways (`kept_memory.py`): every report of benchmarks/ that has some.
+"""Measure all claims of speed again with both allocator settings (`kept_memory.py`), for every report of benchmarks/.
 
-Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
-on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
-command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in
---work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the new
-tables. `python -m benchmarks.result_tables` writes them into the Markdown files.
+Each report, or this file, contains the arguments with which it was made. The script runs again with these arguments on
+an idle machine, and its JSON and plot replace the old ones. Reports that already have both settings are skipped, so
+that the command can be continued. The end of the output names reports that cannot be measured. --work_dir gets the old
+reports, `claims.md` with every ratio before and now, and `tables.md` with the new tables.
+`python -m benchmarks.result_tables` writes the tables into the Markdown files.
 
 Example:
     python -m benchmarks.measure_again --dry_run
@@ -132,7 +132,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def read(folder: Path | None, name: str) -> dict[str, Any] | None:
-    """Return a report, None if there is none."""
+    """Return a report, or None if it does not exist."""
     path = report_path(name, folder)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 

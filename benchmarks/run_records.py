@@ -1,7 +1,7 @@
-"""What the benchmarks keep of their runs: rows in a JSON file, and finished training runs in a work folder.
+"""Record benchmark runs: rows in a JSON file, and finished training runs in a work folder.
 
-A run of a part of a benchmark adds its rows to the file and leaves the others; a finished training run is used again
-only if it was made with the arguments that are asked for now.
+A part of a benchmark adds its rows to the file and keeps the others. A finished training run is used again only if it
+was made with the requested arguments.
 """
 
 import argparse

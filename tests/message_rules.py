@@ -19,8 +19,8 @@ WARNINGS = {"warn", "warning", "warning_once"}
 VALUE = "{}"
 # Terms of STYLE.md, in addition to the rules of prose_rules.py.
 FORBIDDEN = (
-    r"\b(?:hosts?|rooms?|travel\w*|twins?|upstream(?:'s)?|numbers a token|latent of the input|exact form|matching layers|"
-    r"layers that compare|not kept|heads that talk|memory kept|in words|today's code)\b"
+    r"\b(?:hosts?|rooms?|travel\w*|twins?|upstream(?:'s)?|numbers a token|latent of the input|exact form|"
+    r"matching layers|layers that compare|not kept|heads that talk|memory kept|in words|today's code)\b"
 )
 PATTERNS = COMPILED | {"forbidden term": re.compile(FORBIDDEN, re.I)}
 # A message begins with a sentence, a value, code in backticks, a flag, or a name with an underscore, a dot or a digit.

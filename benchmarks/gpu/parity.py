@@ -1,8 +1,8 @@
-"""Every architecture beside upstream's on the device: outputs, gradients, tokens; and every variant beside the CPU's.
+"""Compare every architecture with Transformers on the device, and every variant with the CPU.
 
-Half precision differs by rounding: our model may be as far from upstream's float32 as upstream's own half-precision
-model is, and half as far again. The architectures are those of the tests, at their tiny sizes; `real` ones have heads of 64
-and 512 tokens, where other kernels serve.
+Half precision differs by rounding. The limit is 1.5 times the distance of Transformers' half-precision model from its
+float32 model. The architectures are those of the tests, at their tiny sizes. `real` ones have heads of 64 and 512
+tokens, for which other kernels are used.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def architecture_parity(architecture: Architecture, device: str, dtype: str) -> dict[str, Any]:
-    """Return the largest errors over an architecture's heads, both implementations; the gradients' and the tokens' too."""
+    """Return the largest errors over an architecture's heads with both implementations, including gradients."""
     worst: dict[str, float] = {"ours": 0.0, "upstream": 0.0}
     misses, tokens = [], None
     for head in architecture.heads:
@@ -92,7 +92,7 @@ def pair(architecture: Architecture, head: str, **fields: Any) -> tuple[Any, Any
 
 
 def to_device(batch: dict[str, Any], device: str, dtype: str = "float32") -> dict[str, Any]:
-    """Return a batch on the device; what is no number of a token in the dtype."""
+    """Return a batch on the device, with floating-point tensors in the dtype."""
     moved = {name: value.to(device) for name, value in batch.items()}
     return {
         name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for name, value in moved.items()
@@ -147,7 +147,7 @@ def same_tokens(ours: Any, upstream: Any, batch: dict[str, Any]) -> bool | None:
 
 
 def real_parity(architecture: Architecture, device: str, dtype: str) -> dict[str, Any]:
-    """Return errors at a real shape, padded to 512 tokens: multi-head, and two heads a group, upstream's repeated."""
+    """Return errors at a real shape, padded to 512 tokens: multi-head, and grouped heads against repeated heads."""
     head, errors = next(iter(architecture.heads)), {}
     ids = torch.randint(5, 32000, (REAL_BATCH, REAL_LENGTH), device=device)
     lengths = torch.tensor([REAL_LENGTH, REAL_LENGTH - 100, REAL_LENGTH // 2, 20], device=device)

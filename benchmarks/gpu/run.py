@@ -70,7 +70,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parts, print and write what came of them; returns 0 if every cell has a result that is no failure."""
+    """Run the parts, and print and write their results. Return 0 if every cell has a result without a failure."""
     deadline = time.time() + 60 * args.minutes
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.retry:
@@ -100,9 +100,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None:
-    """Start a part's process until its cells are done or the time is up.
+    """Start the process of a part until its cells are finished or the time is up.
 
-    What ends it otherwise, a lost device or a crash of the interpreter, costs the cell that it was in.
+    A lost device or a crash of the interpreter only loses the cell that was running.
 
     Returns:
         Why it could not begin, if it could not.

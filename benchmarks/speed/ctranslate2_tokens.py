@@ -1,9 +1,10 @@
-"""Does CTranslate2 write the tokens of `generate`, of checkpoints that `attn-variants export --to ctranslate2` wrote?
+"""Check whether CTranslate2 generates the tokens of `generate` with checkpoints of `attn-variants export`.
 
-Each translation model as it is and with fewer key/value heads (averaged), 50 sentences of Multi30k's validation set in
-one padded batch, greedy and with 4 beams; each Whisper on recordings, greedily (fewer heads of one have to be
-calibrated: averaged, it writes one token for ever, which any engine does). Beams are compared by the same sums (a
-length penalty of 0), and by each library's defaults. A machine's speed does not matter.
+Each translation model runs unchanged and with fewer key/value heads (averaged) on 50 sentences of Multi30k's
+validation set, in one padded batch, greedily and with 4 beams. Each Whisper runs greedily on recordings. Whisper
+models with fewer heads must be calibrated, because averaged heads repeat one token endlessly in every engine. Beams
+are compared with equal scores (a length penalty of 0), and with each library's defaults. The speed of the machine does
+not matter.
 
 Example:
     python -m benchmarks.speed.ctranslate2_tokens --model ../shared/data/checkpoints/t5-mini-multi30k-en-de

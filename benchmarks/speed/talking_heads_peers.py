@@ -1,4 +1,4 @@
-"""What benchmarks of attention compare: attention functions, their inputs, how a step is timed."""
+"""Attention functions that benchmarks compare, their inputs, and the timing of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One cell of `transformers_matrix.py`, run under one transformers: saves repositories of every architecture, or loads them.
+"""Run one cell of `transformers_matrix.py`: save or load repositories of every architecture with one Transformers.
 
-`save FOLDER` needs this package and its tests on the path; `load FOLDER` runs the code in the repositories alone. Both
+`save FOLDER` needs this package and its tests on the path. `load FOLDER` runs only the code in the repositories. Both
 print JSON as their last line.
 """
 
@@ -36,7 +36,7 @@ SEARCHES = {"greedy": 1, "tokens": 2}  # beams
 
 
 def save(folder: Path) -> dict[str, Any]:
-    """Save a repository for each architecture and variant, with its inputs and what comes of them; return their names."""
+    """Save a repository for each architecture and variant, with inputs and outputs; return their names."""
     from architectures import ARCHITECTURES
     from relatives import RELATIVES
 
@@ -98,7 +98,7 @@ def _cache_name() -> str:
 
 
 def _keeps_cache(model: Any) -> bool:
-    """Say whether a decoder keeps a cache at all: not where heads talk by what the memory says."""
+    """Return whether a decoder supports a cache; key-side dynamic projections do not."""
     return not any(name.startswith("m2") for name in getattr(model.config, "talking_heads_dynamic", None) or ())
 
 

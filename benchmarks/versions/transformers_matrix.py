@@ -1,13 +1,13 @@
-"""Do repositories with our code load, and give the same, under every transformers from the oldest supported one on?
+"""Check that repositories with our code load with equal outputs under every supported Transformers.
 
-Tiny repositories of every architecture and variant are saved by this package under the oldest and the newest version, with
-inputs, logits and tokens. Each version then loads them by the code inside them, in a process that cannot import this
-package, and compares: logits with the saved ones; of models that write, those of each step through a cache with those
-of one pass, the length of that cache, and the tokens that greedy search and two beams find with a cache, without one
-and when it was saved. Each version is installed, with what it needs, in a folder of its own over the Python and torch
-that run this. Repositories that a release kept (`--keep NAME`) are loaded too.
+The package saves tiny repositories of every architecture and variant under the oldest and the newest version, with
+inputs, logits and tokens. Each version loads them with the code inside them, in a process that cannot import this
+package, and compares the logits. For generating models it also compares the logits of each step through a cache with
+those of one pass, the length of that cache, and the tokens of greedy search and two beams with a cache, without one,
+and from the time of saving. Each version is installed with its requirements in a separate folder, over the Python and
+torch that run this script. Repositories that a release kept (`--keep NAME`) are loaded too.
 
-Needs a package index. Takes some forty minutes on one core.
+The script needs a package index, and takes about forty minutes on one core.
 
 Example:
     python -m benchmarks.versions.transformers_matrix
