@@ -62,7 +62,7 @@ def form(request, monkeypatch):
     forced = request.param
 
     def absorbs(module, query, latent, maps, options):
-        plain = all(latent_attention.is_plain(each, latent) for each in maps)
+        plain = all(latent_attention.is_plain(entry, latent) for entry in maps)
         return forced == "absorbed" and plain and not ("m2l" in module.dynamic_names and maps[0].bias is not None)
 
     if forced != "chosen":

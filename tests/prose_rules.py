@@ -131,9 +131,9 @@ def counts() -> dict[str, dict[str, int]]:
 def files(places: tuple[str, ...]) -> list[Path]:
     """Return the Python and Markdown files of some places, relative to the repository."""
     folders = [ROOT / place for place in places]
-    found = [path for place in folders for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    actual = [path for place in folders for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
     is_text = lambda path: path.suffix == ".py" or (path.suffix == ".md" and path.parts[len(ROOT.parts)] != "tests")  # noqa: E731
-    return [path.relative_to(ROOT) for path in found if is_text(path)]
+    return [path.relative_to(ROOT) for path in actual if is_text(path)]
 
 
 if __name__ == "__main__":

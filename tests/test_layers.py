@@ -49,18 +49,18 @@ MODULES = {module_name(path): path for path in python_files()}
 
 def imported_modules(name, modules=MODULES):
     """Return the modules of the package that a module imports at its top, in a function or for type checkers."""
-    found = set()
+    result = set()
     path = modules[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             submodules = [f"{base}.{alias.name}" for alias in node.names]
-            found |= {each if each in modules else base for each in submodules}
-    return {each for each in found if each in modules} - {name}
+            result |= {item if item in modules else base for item in submodules}
+    return {item for item in result if item in modules} - {name}
 
 
 def room(name):
@@ -72,18 +72,18 @@ def room(name):
 
 def arrows_upward(imports):
     """Return each import of a module in a higher layer or in another package of the same layer."""
-    found = []
+    result = []
     for name, others in imports.items():
         for other in others:
             here, there = room(name), room(other)
             if here != there and LEVELS[there] >= LEVELS[here]:
-                found.append(f"{name} ({here}) imports {other} ({there})")
-    return sorted(found)
+                result.append(f"{name} ({here}) imports {other} ({there})")
+    return sorted(result)
 
 
 def circles(imports):
     """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
-    index, low, stack, found = {}, {}, [], []
+    index, low, stack, result = {}, {}, [], []
 
     def visit(name):
         index[name] = low[name] = len(index)
@@ -96,12 +96,12 @@ def circles(imports):
         if low[name] == index[name]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
-            found.extend([sorted(group)] * (len(group) > 1))
+            result.extend([sorted(group)] * (len(group) > 1))
 
     for name in imports:
         if name not in index:
             visit(name)
-    return found
+    return result
 
 
 IMPORTS = {name: imported_modules(name) for name in MODULES}
@@ -109,27 +109,27 @@ IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 def names_defined(path):
     """Return the names that a module defines at its top, including those under an `if` and a `try`."""
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            result.add(node.id)
+    return result
 
 
 def borrowed_names(name, modules=MODULES):
     """Return the names that a module imports from another module that imports them from a third one."""
-    found, package = [], name.split(".")[:-1]
+    result, package = [], name.split(".")[:-1]
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
             if source in modules and modules[source].name != "__init__.py":
                 known = names_defined(modules[source])
-                found += [
-                    f"{name}: {each.name} from {source}" for each in node.names if each.name not in (*known, "*")
+                result += [
+                    f"{name}: {item.name} from {source}" for item in node.names if item.name not in (*known, "*")
                 ]
-    return found
+    return result
 
 
 def test_names_are_imported_from_the_module_that_defines_them(tmp_path):
@@ -137,7 +137,7 @@ def test_names_are_imported_from_the_module_that_defines_them(tmp_path):
     (tmp_path / "b.py").write_text("from .c import x\ny = 1\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
     assert borrowed_names(f"{PACKAGE}.hub.a", modules) == [f"{PACKAGE}.hub.a: x from {PACKAGE}.hub.b"]
-    borrowed = [each for name in MODULES if MODULES[name].name != "__init__.py" for each in borrowed_names(name)]
+    borrowed = [item for name in MODULES if MODULES[name].name != "__init__.py" for item in borrowed_names(name)]
     assert not borrowed, "\n".join(borrowed)
 
 
@@ -170,13 +170,13 @@ def test_top_level_names_are_unique_within_a_layer():
             and parts[2] != "architectures"
         ):
             rooms.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
-    found = []
+    result = []
     for room, files in rooms.items():
         for name in set().union(*files) - {"__all__", "logger"}:
-            meanings = {id(each[name]): each[name] for each in files if name in each}
+            meanings = {id(item[name]): item[name] for item in files if name in item}
             if len(meanings) > 1 and not re.fullmatch(r"__\w+__", name):
-                found.append(f"{room}: {name}: {list(meanings.values())}")
-    assert not found, "\n".join(found)
+                result.append(f"{room}: {name}: {list(meanings.values())}")
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("kind", ["kernel", "pattern"])
@@ -193,7 +193,7 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
     sharing = importlib.import_module(f"{mechanisms}.head_sharing")
-    names |= {each.label for each in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
+    names |= {item.label for item in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
     assert not literals(
@@ -203,23 +203,23 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
 
 def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
     """Check that only the table rejects pairs of mechanisms; checks of one architecture stay in its file."""
-    found = {
+    result = {
         path.name
         for path in MODULES.values()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "cannot stand" in node.value
     }
-    assert found == {"composition.py", "compressed_pattern.py", "configuration_attn_variants.py"}
+    assert result == {"composition.py", "compressed_pattern.py", "configuration_attn_variants.py"}
 
 
 def literals(names, own):
     """Return the places where one of some names occurs as a string, except in files of that name and in formulas."""
-    found = []
+    result = []
     for name, path in MODULES.items():
         is_own = re.fullmatch(own, path.name) or ".reference" in name
         nodes = () if is_own else ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        found += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
-    return found
+        result += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
+    return result
 
 
 def test_layer_checks_detect_violations(tmp_path):
@@ -262,20 +262,20 @@ for name in {names!r}:
 def test_push_imports_no_training_or_conversion_code(loaded_by):
     unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.conversions.", f"{PACKAGE}.training."]
     loaded = loaded_by(f"{PACKAGE}.hub.push")
-    assert not [each for each in loaded if f"{each}.".startswith((*unwanted, "matplotlib."))]
+    assert not [item for item in loaded if f"{item}.".startswith((*unwanted, "matplotlib."))]
 
 
 @pytest.fixture(scope="module")
 def loaded_by():
     """Return a cached function that lists the modules that are loaded after an import."""
-    found = {}
+    result = {}
 
     def loaded(name):
-        if name not in found:
+        if name not in result:
             code = f"import {name}, sys; print(*sys.modules)"
             command = [sys.executable, "-c", code]
-            found[name] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-        return found[name]
+            result[name] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        return result[name]
 
     return loaded
 

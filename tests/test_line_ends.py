@@ -33,8 +33,8 @@ def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
     assert read_lines([source]) == texts
     assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n"))[2] == ("a\x0cb", "z")
     rows = ['{"text": "x"}', '{"text": "y"}']
-    found = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
-    assert found == ["x", "y"]
+    result = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
+    assert result == ["x", "y"]
 
 
 @pytest.mark.parametrize("end", ENDS[:3])
@@ -52,13 +52,13 @@ def test_tables_are_read_with_every_line_end(tmp_path, end):
 def test_article_offsets_are_right_with_every_line_end(tmp_path, monkeypatch, end, most):
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", most)
     file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
-    found = list(file.read_articles())
-    words = [text.split() for _, text in found]
+    result = list(file.read_articles())
+    words = [text.split() for _, text in result]
     assert [word for text in words for word in text] == "one two three four five six seven é".split()
     if most > 16:
         assert words == [["one", "two", "three"], ["four", "five", "six", "seven"], ["é"]]
-    for i, (begin, _) in enumerate(found):
-        assert list(file.read_articles(begin)) == found[i:]
+    for i, (begin, _) in enumerate(result):
+        assert list(file.read_articles(begin)) == result[i:]
 
 
 def test_mixed_line_ends_are_read(tmp_path, caplog):

@@ -55,7 +55,7 @@ def built(repository_files, tmp_path_factory):
         shutil.copyfile(ROOT / name, folder / "clone" / name)
     build("sdist", folder / "clone", folder)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        sdist = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+        sdist = {item.name.partition("/")[2] for item in archive.getmembers() if item.isfile()}
         archive.extractall(folder / "sdist", filter="data")
     build("wheel", next((folder / "sdist").iterdir()), folder)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
@@ -136,7 +136,7 @@ def test_package_description_has_no_broken_links(built):
     assert built.metadata.get_all("Project-URL") is None
     description = built.metadata.get_payload(decode=True).decode()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    addresses = [each for each in shown_links(readme) if re.match(r"https?://", each)]
+    addresses = [item for item in shown_links(readme) if re.match(r"https?://", item)]
     assert shown_links(description) == addresses and len(addresses) > 2
     assert "`quantize`" in description and "[`quantize`]" not in description
 

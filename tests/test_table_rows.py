@@ -144,8 +144,8 @@ def test_words_keep_unicode_spaces(tmp_path):
 
 
 def test_words_of_test_files_keep_unicode_spaces(tmp_path, caplog):
-    found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
-    assert found == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
+    result = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
+    assert result == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
     assert "line 4: 'New York' must have 1 columns" in caplog.text
 
 
@@ -175,8 +175,8 @@ def squad(tmp_path, answer, **qa):
 
 
 def test_answer_start_may_be_a_string(tmp_path):
-    [found] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
-    assert found.answers[0].start == 2
+    [result] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
+    assert result.answers[0].start == 2
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
     names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
     assert names[0] == "upstream" and {"encoder_num_key_value_heads": 1} in fields
     assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
-    assert not any("num_key_value_heads" in each for each in fields)
+    assert not any("num_key_value_heads" in item for item in fields)
 
 
 def test_only_divisors_of_the_value_heads_are_timed(measure):
     config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
     _, fields = names_and_fields(measure(config.to_dict(), 2, 8, 1))
-    assert [each["num_key_value_heads"] for each in fields if "num_key_value_heads" in each] == [12, 2, 1]
+    assert [item["num_key_value_heads"] for item in fields if "num_key_value_heads" in item] == [12, 2, 1]
 
 
 def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):

@@ -44,8 +44,8 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
     (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == KEEPING
-    for each in (report, report["kept"]):
-        assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in each["rows"])
+    for item in (report, report["kept"]):
+        assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in item["rows"])
     assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
     assert load("benchmarks.kept_memory").is_recorded(report)
@@ -86,13 +86,13 @@ def test_transparent_huge_pages_lower_the_bound_of_few_faults(monkeypatch, tmp_p
 
 
 def test_figure_has_the_medians_of_its_repeats():
-    found = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
-    assert {name: found[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
+    result = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
+    assert {name: result[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
         "seconds": 2.0,
         "minor_faults": 7,
         "system_seconds": 0.2,
     }
-    assert found["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
+    assert result["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
     assert page_faults.summary([Usage(1.0, None, None)])["few_faults"] is None
 
 
@@ -165,11 +165,11 @@ def test_speed_table_shows_the_claimed_ratio(load):
 
 
 def test_report_describes_the_machine_without_its_name(load):
-    found = load("benchmarks.machine").machine("cpu")
-    assert found["cpu"] and found["cores"] == os.cpu_count() and found["memory_gib"] > 0.1
-    assert os.uname().nodename not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
+    result = load("benchmarks.machine").machine("cpu")
+    assert result["cpu"] and result["cores"] == os.cpu_count() and result["memory_gib"] > 0.1
+    assert os.uname().nodename not in json.dumps(result) and str(Path.home()) not in json.dumps(result)
     info = load("benchmarks.machine").cpu_info()
-    assert ("avx512f" in found["instructions"]) == ("avx512f" in info.get("flags", "").split())
+    assert ("avx512f" in result["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_failed_measurement_is_named_and_the_others_run(load, tmp_path, monkeypa
 
 
 def test_flags_are_restored_from_the_arguments_of_a_report(load):
-    said = {
+    printed = {
         "shape": "tiny",
         "lengths": "[8, 16]",
         "rank": "[]",
@@ -235,7 +235,7 @@ def test_flags_are_restored_from_the_arguments_of_a_report(load):
         "layers": "None",
     }
     flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
-    assert load("benchmarks.measure_again").flags_of(said) == flags
+    assert load("benchmarks.measure_again").flags_of(printed) == flags
 
 
 def test_every_speed_report_can_be_measured_again(load):

@@ -16,9 +16,9 @@ def benchmark(monkeypatch):
 
 @pytest.mark.parametrize(("memory", "most"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
 def test_search_finds_the_largest_batch_that_fits(benchmark, memory, most):
-    found, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
-    assert most - max(0, most // 30) <= found <= most
-    assert all((peak <= memory) == (batch <= found) for batch, peak in peaks.items())
+    result, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
+    assert most - max(0, most // 30) <= result <= most
+    assert all((peak <= memory) == (batch <= result) for batch, peak in peaks.items())
     assert len(peaks) <= 2 * (most + 1).bit_length() + 1
 
 

@@ -55,8 +55,8 @@ def test_lines_are_located_in_a_changed_file(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
     (tmp_path / mutations.PACKAGE / "hub").mkdir(parents=True)
     (tmp_path / mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
-    found = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
-    assert found == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
+    result = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
+    assert result == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
 
 
 def test_comments_docstrings_and_blank_lines_are_not_code(versions):

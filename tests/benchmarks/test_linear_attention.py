@@ -30,7 +30,7 @@ def test_every_part_of_the_linear_attention_benchmark_runs(benchmark, tmp_path, 
     assert all(sorted(row["pass"]) == sorted(models) for row in report["models"])
     kept = [row["bytes"] for row in report["steps"]]
     assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
-    assert [each["least"] for each in report["targets"]] == [1.0]
+    assert [item["least"] for item in report["targets"]] == [1.0]
     assert "to the power of" in capsys.readouterr().out
     others = ["--peers", "sdpa", "hybrid", "linformer", "--parts", "attention", "causal", "steps"]
     report = benchmark.main(benchmark.parse_args([*sizes[:-6], *others, "--output_dir", str(tmp_path / "others")]))

@@ -37,14 +37,14 @@ def source(tmp_path):
 def test_query_retrieves_its_own_document(benchmark):
     others = torch.eye(3)
     queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # two of each
-    found = benchmark.found_by(queries, others)
-    assert found["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
-    assert found["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
+    actual = benchmark.found_by(queries, others)
+    assert actual["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
+    assert actual["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
 
 
 def test_passages_are_distributed_over_the_text(benchmark):
     cut = benchmark.passages(list(range(1000)))
-    assert len(cut) == benchmark.PASSAGES and {len(each) for each in cut} == {benchmark.PASSAGE}
+    assert len(cut) == benchmark.PASSAGES and {len(item) for item in cut} == {benchmark.PASSAGE}
     assert (cut[0][0], cut[-1][-1]) == (0, 999)
 
 
@@ -59,8 +59,8 @@ def test_pieces_are_averaged_with_their_lengths_as_weights(benchmark, source):
 
     with torch.no_grad():
         expected = 14 * alone(ids[:14]) + 6 * alone(ids[14:])
-        found = benchmark.encoder(model, tokenizer, 16)(ids)
-        torch.testing.assert_close(found, expected / expected.norm())
+        actual = benchmark.encoder(model, tokenizer, 16)(ids)
+        torch.testing.assert_close(actual, expected / expected.norm())
         torch.testing.assert_close(benchmark.encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
 
 
@@ -109,7 +109,7 @@ def test_joined_articles_shift_the_answers(questions, tmp_path):
     whole = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
     (article,) = whole["data"]
     (paragraph,) = article["paragraphs"]
-    assert paragraph["context"] == "\n".join(each["context"] for each in content["data"][0]["paragraphs"])
+    assert paragraph["context"] == "\n".join(item["context"] for item in content["data"][0]["paragraphs"])
     assert len(paragraph["qas"]) == 4
     for qa in paragraph["qas"]:
         for answer in qa["answers"]:

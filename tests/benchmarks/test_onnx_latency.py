@@ -42,7 +42,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     tokens = start.logits[:, -1:].argmax(-1)
     for _ in range(new_tokens - 2):
         inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": source}
-        logits, *flat = (torch.from_numpy(each) for each in session.run(None, benchmark.arrays(session, inputs)))
+        logits, *flat = (torch.from_numpy(item) for item in session.run(None, benchmark.arrays(session, inputs)))
         own = list(zip(flat[::2], flat[1::2], strict=True))
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3

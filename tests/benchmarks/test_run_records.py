@@ -29,9 +29,9 @@ def test_rows_are_added_or_replaced_by_key(records, tmp_path):
     records.write_rows(path, {"commands": {"a": "x"}, "device": "one"}, [row], ["name", "seed"])
     rows = [{"name": "b", "seed": 1, "score": 2}, {"name": "a", "seed": 1, "score": 3}]
     records.write_rows(path, {"commands": {"b": "y"}, "device": "two"}, rows, ["name", "seed"])
-    found = json.loads(path.read_text())
-    assert found["commands"] == {"a": "x", "b": "y"} and found["device"] == "two"
-    assert [(row["name"], row["score"]) for row in found["runs"]] == [("a", 3), ("b", 2)]
+    result = json.loads(path.read_text())
+    assert result["commands"] == {"a": "x", "b": "y"} and result["device"] == "two"
+    assert [(row["name"], row["score"]) for row in result["runs"]] == [("a", 3), ("b", 2)]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
 
 

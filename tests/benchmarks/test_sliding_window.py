@@ -25,7 +25,7 @@ def test_every_part_of_the_window_benchmark_runs(benchmark, tmp_path, capsys):
     for row in (*report["attention"], *report["layers"], *report["peak_memory"]):
         assert all(value >= 0 for mode in benchmark.MODES for value in row[mode].values())
     assert report["layers"][0]["forward"].keys() >= {benchmark.FULL, benchmark.LONGFORMER}
-    assert [each["least"] for each in report["targets"]] == [1.0, 1.0]
+    assert [item["least"] for item in report["targets"]] == [1.0, 1.0]
     assert "to the power of" in capsys.readouterr().out
     benchmark.main(benchmark.parse_args([*sizes, "--rows", "32", "64", "--output_dir", str(tmp_path / "rows")]))
     report = json.loads((tmp_path / "rows/sliding_window_cpu.json").read_text())

@@ -21,8 +21,8 @@ def script(monkeypatch):
 def options(tmp_path):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 2, seconds=0.5)
-    found = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
-    return [*found, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
+    result = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
+    return [*result, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
 
 
 def test_each_engine_has_rounds_and_texts(script, options):

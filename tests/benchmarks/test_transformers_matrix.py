@@ -32,7 +32,7 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
     matrix.keep(tmp_path / "saved", "0.0")
     [(name, kept)] = matrix.kept_repositories(tmp_path).items()
     assert name == "0.0, kept" and {path.name for path in kept.iterdir()} == {
-        f"{head}-{each}" for each in ("latent", "hybrid")
+        f"{head}-{item}" for item in ("latent", "hybrid")
     }
     for path in (tmp_path / f"saved/{head}-latent").iterdir():
         assert (kept / f"{head}-latent" / path.name).read_bytes() == path.read_bytes()
@@ -43,10 +43,10 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
     (tmp_path / f"saved/{head}-talking/talking_heads.py").write_text("raise ImportError('gone')\n")
     # The transformers that is there, as one that was installed.
     (tmp_path / f"transformers-{transformers.__version__}").mkdir()
-    found = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
-    rows = {row["repository"]: row for row in found["rows"]}
-    found = {variant: matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS}
-    assert found == dict.fromkeys(worker.VARIANTS, True) | {"gqa": False, "talking": False}
+    result = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
+    rows = {row["repository"]: row for row in result["rows"]}
+    result = {variant: matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS}
+    assert result == dict.fromkeys(worker.VARIANTS, True) | {"gqa": False, "talking": False}
     assert rows[f"{head}-talking"]["error"] == "ImportError: gone" and rows[f"{head}-gqa"]["largest_difference"] > 1e-4
     assert rows[f"{head}-latent"]["same_tokens"] and rows[f"{head}-latent"]["same_greedy"]
     assert "cache_lengths" not in rows[f"{head}-dynamic"]
@@ -65,7 +65,7 @@ def test_matrix_detects_a_lost_cache(matrix, monkeypatch):
         forward = type(model).forward
 
         def without(self, *args, forward=forward, **kwargs):
-            return forward(self, *args, **{each: value for each, value in kwargs.items() if each != name})
+            return forward(self, *args, **{item: value for item, value in kwargs.items() if item != name})
 
         monkeypatch.setattr(type(model), "forward", without)
         lost = worker._through_cache(model, inputs)

@@ -16,5 +16,5 @@ def test_triton_kernels_compile_for_hopper_within_its_limits(monkeypatch):
     launches = dict(benchmark.launches(torch.bfloat16, 64, (12, 12, 12), mask="boolean"))
     assert list(launches) == ["forward", "backward"]
     for launch in launches.values():
-        found = benchmark.resources(launch, 90)
-        assert 0 < found["registers"] <= 255 and found["shared_bytes"] <= 1024 * benchmark.SHARED_KIB[90]
+        result = benchmark.resources(launch, 90)
+        assert 0 < result["registers"] <= 255 and result["shared_bytes"] <= 1024 * benchmark.SHARED_KIB[90]

@@ -17,10 +17,10 @@ def script(monkeypatch):
 
 
 def test_words_are_compared_without_case_and_punctuation(script):
-    found = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
-    assert found["words"] == 6 and found["recordings"] == 2
-    assert found["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
-    low, high = found["interval"]
+    result = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
+    assert result["words"] == 6 and result["recordings"] == 2
+    assert result["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
+    low, high = result["interval"]
     assert low <= 2 / 6 <= high
 
 
@@ -51,8 +51,8 @@ def test_model_compared_with_itself_has_no_word_errors(script, tmp_path, capsys)
     ],
 )
 def test_words_of_other_scripts_are_split(script, text, words):
-    found = script.words(text)
-    assert (len(found) if isinstance(words, int) else found) == words
+    result = script.words(text)
+    assert (len(result) if isinstance(words, int) else result) == words
 
 
 def test_timestamps_are_compared_for_common_tokens(script):

@@ -30,10 +30,10 @@ def source(tmp_path):
 
 
 def test_installed_command_runs_the_package():
-    found = [each for each in entry_points(group="console_scripts") if each.name == "attn-variants"]
-    if not found or not found[0].value.startswith("attn_variants:"):
+    actual = [item for item in entry_points(group="console_scripts") if item.name == "attn-variants"]
+    if not actual or not actual[0].value.startswith("attn_variants:"):
         pytest.skip("the package was installed before it had this command; pip install -e . again")
-    assert found[0].load() is attn_variants.main
+    assert actual[0].load() is attn_variants.main
 
 
 def test_help_lists_every_command_and_version_matches_the_package(capsys):
@@ -120,7 +120,7 @@ def test_help_lists_every_architecture():
     from hf_attn_variants.registration import ARCHITECTURES
 
     named = {name.lower() for name in re.findall(r"\w+", MODEL_NAMES)}
-    architectures = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
+    architectures = {item.model_type.removeprefix("attn_variant_").replace("_", "") for item in ARCHITECTURES}
     assert architectures and architectures <= named
 
 
@@ -187,8 +187,8 @@ def test_repeated_flag_uses_the_last_value_with_a_warning(flags, field, value, n
     parse = importlib.import_module(cli.COMMANDS["convert"][0]).parse_args
     calibrated = ["bert", "--output_dir", "out", "--calibration_file", __file__]
     assert getattr(parse([*calibrated, *flags]), field) == value
-    said = capsys.readouterr().err
-    assert note in said and bool(said) == bool(note) and "hf_" not in said
+    output_text = capsys.readouterr().err
+    assert note in output_text and bool(output_text) == bool(note) and "hf_" not in output_text
 
 
 def test_hub_client_prints_one_retry_message(monkeypatch, capsys):
@@ -501,7 +501,7 @@ def test_glue_command_trains_a_model(tmp_path):
     ],
 )
 def test_user_error_exits_with_a_one_line_error_and_status_2(source, tmp_path, capsys, argv, message):
-    argv = [each.format(source=source, out=tmp_path / "out") for each in argv]
+    argv = [item.format(source=source, out=tmp_path / "out") for item in argv]
     assert cli.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1

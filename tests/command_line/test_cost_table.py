@@ -70,7 +70,7 @@ def test_window_flops_and_cache_count_only_the_window():
     """Check the logits and sums of the keys in the window, and the cache, which has one token less."""
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     config = BERT.config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
-    rows = [cost_table(each.to_dict(), length=100).current for each in (BERT.config("gqa"), config)]
+    rows = [cost_table(item.to_dict(), length=100).current for item in (BERT.config("gqa"), config)]
     saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
     assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
     assert rows[1].name == "GQA-4 + window 8"
@@ -104,20 +104,20 @@ def test_linformer_flops_equal_the_torch_counter():
     heads = torch.zeros(1, 4, 2, 8)
     is_counted = counted(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0  # on a CPU: from torch 2.15 on
     fused = 0 if is_counted else 4 * 5 * 48 * model.config.num_hidden_layers
-    found = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
-    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": found}
+    result = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
+    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
 
 
 def test_hybrid_flops_include_the_window():
     hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
     configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
-    rows = [cost_table(each.to_dict(), length=100).current for each in configs]
+    rows = [cost_table(item.to_dict(), length=100).current for item in configs]
     near = 5 * 4 * 48 * configs[0].num_hidden_layers  # w + 1 keys and values
     assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
     assert rows[1].name == "GQA-4 + hybrid 4"
     decoder = BERT.model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
     cache = cache_of(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
-    state = sum(each[0].nbytes for layer in cache.layers for each in layer.state[:3])
+    state = sum(item[0].nbytes for layer in cache.layers for item in layer.state[:3])
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
     assert cost_table(config, length=1000).current.kv_cache_bytes == state
 
@@ -133,8 +133,8 @@ def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields
     head = BASES[architecture.name]
     model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
-    found = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
-    assert found == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    result = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
+    assert result == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
 
 
 @pytest.mark.thorough
@@ -168,10 +168,10 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
 def test_whole_texts_use_the_expanded_form_of_latents():
     model = model_of(T5, "T5ForConditionalGeneration", "mha")
     latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
-    plain, found = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
+    plain, result = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
     width, kv, layers = 40, 2 * 12 * 8, 2
-    assert found["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
-    assert found["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
+    assert result["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
+    assert result["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
 
 
 def test_latent_parameters_are_counted_as_attention():
@@ -283,12 +283,12 @@ def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     assert table.savings(table.current)["kv_cache_bytes"] == saved
     assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
     assert "`share_memory` gives the class of Transformers the cache of MHA" in printed
-    for memory, said in (
+    for memory, output_text in (
         ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
         ("419KiB", "leave too"),
     ):
         assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0
-        assert said in capsys.readouterr().out
+        assert output_text in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path), *sizes, "4 gallons"])
     assert "the size must be" in capsys.readouterr().err
@@ -301,8 +301,8 @@ def test_beams_and_memory_need_a_model_with_a_cache(tmp_path, capsys, flag, fiel
     for config in (BERT.config(head="BertModel", architectures=["AttnVariantBertModel"]), uncached):
         config.save_pretrained(tmp_path)
         assert cli.main(["inspect", str(tmp_path), *flag]) == 2
-        said = capsys.readouterr()
-        assert f"`{field}` requires a key/value cache" in said.err and not said.out
+        output_text = capsys.readouterr()
+        assert f"`{field}` requires a key/value cache" in output_text.err and not output_text.out
         assert cli.main(["inspect", str(tmp_path)]) == 0
         capsys.readouterr()
 

@@ -87,7 +87,7 @@ def test_spawned_process_ignores_the_interrupt(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError\n")
     program = tmp_path / "attn-variants"
     program.write_text(SPAWNING)
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -95,7 +95,7 @@ def test_spawned_process_ignores_the_interrupt(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (told.returncode, told.stdout) == (0, "_exit\nSIG_IGN\n"), told.stderr
+    assert (outcome.returncode, outcome.stdout) == (0, "_exit\nSIG_IGN\n"), outcome.stderr
 
 
 def test_interrupt_during_work_prints_one_line(capsys):
@@ -107,13 +107,13 @@ def test_interrupt_during_work_prints_one_line(capsys):
 
 
 def test_command_work_uses_the_default_interrupt_handler():
-    before, found = signal.signal(signal.SIGINT, errors._exit), []
+    before, result = signal.signal(signal.SIGINT, errors._exit), []
     try:
-        note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731
+        note = lambda given: result.append(signal.getsignal(signal.SIGINT))  # noqa: E731
         assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found == [errors._exit, signal.default_int_handler]
+    assert result == [errors._exit, signal.default_int_handler]
 
 
 def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, capfd):

@@ -58,9 +58,9 @@ def test_each_engine_generates_the_requested_number_of_tokens(architecture, monk
     monkeypatch.setattr(engines, "_generate_or_pass", spy)
     table = measure_serving(config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL)
     ours = ["transformers", "share_memory", "int8", "share_memory, int8"]
-    found = names(table)
-    assert found[:4] == ours and [name for name in found if name.endswith(", int8")]
-    assert {"CTranslate2", "CTranslate2, int8"} <= {*found} or not HAS_CTRANSLATE2
+    actual = names(table)
+    assert actual[:4] == ours and [name for name in actual if name.endswith(", int8")]
+    assert {"CTranslate2", "CTranslate2, int8"} <= {*actual} or not HAS_CTRANSLATE2
     assert {tokens for _, tokens in counted} == {3, 1}
     upstream = HEADS[architecture.name]
     assert {name for name, _ in counted} == {upstream, f"AttnVariant{upstream}"}
@@ -79,7 +79,7 @@ def test_engines_with_equal_weights_generate_equal_tokens():
         assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
-    assert all(each.shape == (2, 6) for each in written.values())  # no text ends by itself
+    assert all(item.shape == (2, 6) for item in written.values())  # no text ends by itself
     make_torch_call(model, inputs, load)(2)
 
 
@@ -90,21 +90,21 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
     # As it is captured: no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
-    found = list_engines(config, [], NO, compiles=True)
-    assert [each.name for each in found if each.compiled] == [
+    actual = list_engines(config, [], NO, compiles=True)
+    assert [item.name for item in actual if item.compiled] == [
         "transformers, compiled",
         "share_memory, compiled",
         "int8, compiled",
         "share_memory, int8, compiled",
     ]
     inputs, graphs = random_inputs(config, load), 0
-    for engine in (each for each in found if each.compiled):
+    for engine in (item for item in actual if item.compiled):
         torch._dynamo.reset()
         counters.clear()
         model, plain = (build_model(config, replace(engine, compiled=way)) for way in (True, False))
         expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
-        found = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
-        assert torch.equal(found, expected), engine.name
+        actual = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
+        assert torch.equal(actual, expected), engine.name
         make_torch_call(model, inputs, load, compiled=True)(5)
         assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4, engine.name
         graphs += 1
@@ -128,14 +128,14 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
     from hf_attn_variants.serving.engines import write_ctranslate2_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
-    [engine] = [each for each in list_engines(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
+    [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
     model, inputs = build_model(config, engine), random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
     exported = write_ctranslate2_folder(config, model, inputs, tmp_path, False)
     rows = [[f"<{number}>" for number in row] for row in exported.inputs]
     translator = ctranslate2.Translator(str(tmp_path))
     results = translator.translate_batch(rows, beam_size=1, min_decoding_length=5, max_decoding_length=5)
-    assert [each.hypotheses[0] for each in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
+    assert [item.hypotheses[0] for item in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
 
 
 @needs_ctranslate2
@@ -208,9 +208,9 @@ def test_order_of_engines_varies_between_rounds():
     measure._time_engines(runs, Load(1, 1, None, 1), rounds=4)
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
-    pairs = {pair for each in rounds for pair in itertools.pairwise(each)}
+    pairs = {pair for item in rounds for pair in itertools.pairwise(item)}
     assert all(len({one for one, other in pairs if other == name}) > 1 for name in runs)
-    assert len({each[0] for each in rounds}) > 2
+    assert len({item[0] for item in rounds}) > 2
 
 
 @pytest.mark.usefixtures("small_maps")
@@ -325,7 +325,7 @@ def table_of(peaks=None, rounds=None, **milliseconds):
 
 
 @pytest.mark.parametrize(
-    "times, said",
+    "times, output_text",
     [
         (
             {"transformers": 100, "share": 98, "int8": 96},
@@ -354,24 +354,24 @@ def table_of(peaks=None, rounds=None, **milliseconds):
         ({"transformers": 100, "share": 62, "mqa": 60}, "share_memory (1.61 times transformers)."),
     ],
 )
-def test_advice_names_the_best_engine(times, said):
+def test_advice_names_the_best_engine(times, output_text):
     where = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
-    assert recommend_engine(table_of(**times)) == where + said
+    assert recommend_engine(table_of(**times)) == where + output_text
 
 
 def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
     times = {"transformers": 135, "share": 101, "int8": 93}
     rounds = {"transformers": [135] * 4, "share": [99, 100, 101, 105, 107], "int8": [90, 92, 93, 101, 104]}
-    said = {}
+    output_text = {}
     for share, int8 in ((700, 300), (300, 700), (300, 290)):
         peaks = {"transformers": 900, "share": share, "int8": int8}
-        said[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
-    assert said[700, 300] == (
+        output_text[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
+    assert output_text[700, 300] == (
         "int8 (1.45 times transformers, 300 MiB), which is as fast as share_memory (1.34, 700 MiB) "
         "within the variation of the rounds; share_memory (1.34) if float32 is required."
     )
-    assert said[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
-    assert said[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
+    assert output_text[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
+    assert output_text[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     apart = rounds | {"share": [101] * 4, "int8": [93] * 4}
     assert recommend_engine(table_of(None, apart, **times)).partition("this machine: ")[2] == (
         "int8 (1.45 times transformers); share_memory (1.34) if float32 is required."
@@ -409,8 +409,8 @@ def test_missing_decoder_start_token_raises_an_error(tmp_path):
 
 
 def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    actual = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else actual(name))
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "somewhere", "--serving", "--plot", "a.png"])
     assert "--plot requires matplotlib" in capsys.readouterr().err

@@ -81,12 +81,12 @@ def names_of(lines):
 def serving(tmp_path_factory):
     """An environment without the packages of extras, made of links to all other packages."""
     extras = settings()["options.extras_require"]
-    gone = set().union(*(names_of(each) for each in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
+    gone = set().union(*(names_of(item) for item in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
     hidden = {name for name, dists in importlib.metadata.packages_distributions().items() if gone & set(dists)}
     hidden |= {f"{name.replace('-', '_')}-" for name in gone}
     site = tmp_path_factory.mktemp("serving")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        is_info = path.suffix == ".dist-info" and any(path.name.startswith(each) for each in hidden if each[-1] == "-")
+        is_info = path.suffix == ".dist-info" and any(path.name.startswith(item) for item in hidden if item[-1] == "-")
         if path.name not in hidden and path.stem not in hidden and not is_info and path.suffix != ".pth":
             (site / path.name).symlink_to(path)
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "OMP_NUM_THREADS": "1"}
@@ -109,11 +109,11 @@ def test_training_commands_name_their_missing_extra(serving):
     commands = sorted(set(COMMANDS) - set(WITHOUT_EXTRA))
     done = run(serving, "-c", ASK, *commands)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [*found] == commands and len(commands) > 8
-    for command, (status, said) in found.items():
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [*result] == commands and len(commands) > 8
+    for command, (status, printed) in result.items():
         assert status == 0
-        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in said
+        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in printed
 
 
 def test_setup_cfg_lists_the_required_packages():

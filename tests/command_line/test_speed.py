@@ -110,12 +110,12 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     from transformers import GenerationMixin
 
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    found, generate = [], GenerationMixin.generate
+    actual, generate = [], GenerationMixin.generate
 
     def spy(self, *args, **options):
         result = generate(self, *args, **options)
         if options["num_beams"] == 3:  # the check before is greedy
-            found.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
+            actual.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
         return result
 
     monkeypatch.setattr(GenerationMixin, "generate", spy)
@@ -127,7 +127,7 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
     # Each call begins with the states of 2 texts and returns 2 texts of 1 + 3 tokens; upstream's search repeats the
     # states, our beams share them.
-    assert set(found) == {(6, (2, 4)), (2, (2, 4))}
+    assert set(actual) == {(6, (2, 4)), (2, (2, 4))}
     assert cli.main(argv) == 0
     assert "3 new tokens, 3 beams" in capsys.readouterr().out
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0

@@ -47,9 +47,9 @@ def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tm
     report = json.loads((out / "conversion_report.json").read_text())
     assert report["calibration"] | {"count": 58, "kind": "files of audio", "held_out": 14} == report["calibration"]
     details = [layer["details"] for layer in report["layers"]]
-    assert all(each["output_relative_error"] < 0.5 * each["output_relative_error_averaged"] for each in details)
+    assert all(item["output_relative_error"] < 0.5 * item["output_relative_error_averaged"] for item in details)
     # Whisper's keys have no bias and its values do: some fits must have got through that, and be better.
-    assert sum(each["fit_kept"] for each in details) > 2
+    assert sum(item["fit_kept"] for item in details) > 2
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(out)
     assert model.generation_config.suppress_tokens == SUPPRESSED
     assert AutoFeatureExtractor.from_pretrained(out).chunk_length == 1
@@ -97,7 +97,7 @@ def test_encoder_only_conversion_uses_recordings(folder):
     averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
     features = feature_extractor()(load_audio(given.audio[0])[0], sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
-        expected, ours, theirs = (each(**features).logits for each in (model, grouped, averaged))
+        expected, ours, theirs = (item(**features).logits for item in (model, grouped, averaged))
     assert (ours - expected).norm() < 0.5 * (theirs - expected).norm()
 
 
@@ -109,9 +109,9 @@ def test_audio_samples_equal_those_of_the_file(width, channels, tmp_path):
     with wave.open(str(tmp_path / "x.wav"), "wb") as file:
         file.setparams((channels, width, 8000, len(samples), "NONE", "not compressed"))
         file.writeframes(np.repeat(data, channels, axis=0).tobytes())
-    found, rate = load_audio(tmp_path / "x.wav")
-    assert rate == 8000 and found.dtype == np.float32
-    np.testing.assert_allclose(found, samples, atol=1e-7)
+    result, rate = load_audio(tmp_path / "x.wav")
+    assert rate == 8000 and result.dtype == np.float32
+    np.testing.assert_allclose(result, samples, atol=1e-7)
 
 
 def test_other_audio_formats_need_a_package(folder, tmp_path):

@@ -64,13 +64,13 @@ def source(tmp_path_factory):
 def cache_bytes(model):
     ids = torch.randint(5, 60, (1, 40))
     cache = cache_of(model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True))
-    found = []
+    result = []
     for part, length in ((cache.cross_attention_cache, 40), (cache.self_attention_cache, 10)):
         storages = {
-            t.data_ptr(): t.numel() * t.element_size() for each in part.layers for t in (each.keys, each.values)
+            t.data_ptr(): t.numel() * t.element_size() for item in part.layers for t in (item.keys, item.values)
         }
-        found.append(sum(storages.values()) / length)
-    return found
+        result.append(sum(storages.values()) / length)
+    return result
 
 
 @pytest.mark.thorough

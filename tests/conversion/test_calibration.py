@@ -154,10 +154,12 @@ def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     expected = sum(row["output_relative_error"] for row in details) / 2
     assert stored["mean_output_relative_error"] == report.mean_output_relative_error == pytest.approx(expected)
-    said = report.summary(attention_errors=True)
-    assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == report.summary() != said
-    assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
-    assert ("before the fit" in said) is bool(fit_steps)
+    printed = report.summary(attention_errors=True)
+    assert (
+        f"{expected:.1%} on held-out text (averaged heads: " in printed and str(report) == report.summary() != printed
+    )
+    assert "relative error of logits" not in printed and stored["mean_logits_relative_error"] > 0
+    assert ("before the fit" in printed) is bool(fit_steps)
 
 
 @pytest.mark.thorough
@@ -192,10 +194,10 @@ class Wrong(Calibrated):
     """A method that makes heads unrelated to the source."""
 
     def convert_module(self, tensors, heads, layer, inputs, calibration):
-        found = super().convert_module(tensors, heads, layer, inputs, calibration)
-        drawn = torch.randn(found.value_weight.shape, generator=layer.generator)
-        details = {name: value for name, value in found.details.items() if name != "output_relative_error"}
-        return replace(found, value_weight=drawn, details=details)
+        result = super().convert_module(tensors, heads, layer, inputs, calibration)
+        drawn = torch.randn(result.value_weight.shape, generator=layer.generator)
+        details = {name: value for name, value in result.details.items() if name != "output_relative_error"}
+        return replace(result, value_weight=drawn, details=details)
 
 
 def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
@@ -264,15 +266,15 @@ def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
 
 def test_report_and_card_describe_the_calibration_text(tmp_path):
     bert().save_pretrained(tmp_path / "source")
-    found = {}
+    result = {}
     for name, given in (("text", calibration(max_length=48)), ("none", None)):
         convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=given)
-        found[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
-    settings = found["text"]["calibration"]
+        result[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
+    settings = result["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
     assert "calibration used 512 texts of at most 48 tokens." in _told(tmp_path / "text")
-    assert found["none"]["calibration"] is None
+    assert result["none"]["calibration"] is None
     assert "calibration used" not in _told(tmp_path / "none")
     assert settings["held_out"] == 128
     pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
@@ -307,9 +309,9 @@ def test_generation_settings_do_not_affect_the_calibration():
     model = t5()
     model.generation_config.num_return_sequences, model.generation_config.return_dict_in_generate = 2, True
     model.generation_config.repetition_penalty = 9.0
-    found = convert_model(model, 1, calibration=calibration(max_length=16))
-    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
-    assert model.generation_config.repetition_penalty == found.generation_config.repetition_penalty == 9.0
+    result = convert_model(model, 1, calibration=calibration(max_length=16))
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), result.parameters(), strict=True))
+    assert model.generation_config.repetition_penalty == result.generation_config.repetition_penalty == 9.0
 
 
 def test_missing_tokenizer_raises_an_error(tmp_path):

@@ -41,7 +41,7 @@ def language(count=200, seed=0):
     return [" ".join(generator.choices(WORDS, weights, k=12)) for _ in range(count)]
 
 
-def said(caplog, texts, encoded=None):
+def logged_warnings(caplog, texts, encoded=None):
     caplog.clear()
     tokenizer = Tokenizer()
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
@@ -51,35 +51,35 @@ def said(caplog, texts, encoded=None):
 
 
 def test_text_of_the_language_gives_no_warning(caplog):
-    assert said(caplog, language()) == ""
-    assert said(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
+    assert logged_warnings(caplog, language()) == ""
+    assert logged_warnings(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
 
 
 def test_text_of_another_language_gives_a_warning(caplog):
     other = ["".join(reversed(text)) for text in language()]
-    assert "splits a calibration word into" in said(caplog, other)
+    assert "splits a calibration word into" in logged_warnings(caplog, other)
     # Formulas have no words.
-    assert said(caplog, [text.replace(" ", "=") for text in other]) == ""
+    assert logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
 
 
 def test_code_identifiers_in_text_give_no_warning(caplog):
     names = ["get_attn_mask()", "config.num_heads", "`BertModel`", "v5.24.0", "--max_length=64", "readFile"]
     texts = [f"{text} {' '.join(names)}" for text in language()]
-    assert said(caplog, texts) == ""
+    assert logged_warnings(caplog, texts) == ""
 
 
 def test_random_tokens_give_a_warning(caplog):
     generator = random.Random(0)
     drawn = [[generator.randrange(3, VOCABULARY) for _ in range(12)] for _ in range(200)]
-    assert "as many as random tokens" in said(caplog, language(), drawn)
+    assert "as many as random tokens" in logged_warnings(caplog, language(), drawn)
 
 
 def test_repeated_or_unknown_text_gives_a_warning(caplog):
-    assert "Only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
+    assert "Only 50 of the 200 calibration texts are different" in logged_warnings(caplog, language(50) * 4)
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
-    assert "unknown to the tokenizer" in said(caplog, language(), rows)
+    assert "unknown to the tokenizer" in logged_warnings(caplog, language(), rows)
     with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
-        said(caplog, language(), [[2] * 12] * 200)
+        logged_warnings(caplog, language(), [[2] * 12] * 200)
 
 
 def test_source_with_chance_level_predictions_gives_a_warning(caplog):

@@ -39,7 +39,7 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
     batch = {"input_ids": torch.randint(2, 60, (8, 12)), "attention_mask": torch.ones(8, 12, dtype=torch.long)}
     batch["input_ids"][:, -1] = 1
     with torch.no_grad():
-        outputs = [each(**batch)[0] for each in (model, ours, averaged)]
+        outputs = [item(**batch)[0] for item in (model, ours, averaged)]
     assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
     with pytest.raises(ValueError, match=r"`target_texts` .* AttnVariantBart"):
         convert(model, 2, calibration=calibration(target_texts=text.texts))

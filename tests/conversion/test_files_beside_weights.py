@@ -30,10 +30,10 @@ def test_tokenizer_without_a_class_name_loads_after_conversion(tmp_path, file):
             path.unlink()
     (source / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 64}')
     convert_checkpoint(source, out, 2)
-    expected, found = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
-    assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
+    expected, result = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(result) is type(expected) and result.pad_token == "[PAD]" and result.model_max_length == 64
     texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
-    assert found(*texts, padding=True) == expected(*texts, padding=True)
+    assert result(*texts, padding=True) == expected(*texts, padding=True)
     assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"
 
 
@@ -56,11 +56,13 @@ def test_whisper_without_a_processor_name_gets_one(tmp_path):
     expected = transformers.AutoProcessor.from_pretrained(source)
     convert_checkpoint(source, out, 2)
     sound = np.random.default_rng(0).normal(0, 0.1, 16000)
-    for found in (
+    for result in (
         transformers.AutoProcessor.from_pretrained(out),
         transformers.AutoFeatureExtractor.from_pretrained(out),
     ):
-        features = [each(sound, sampling_rate=16000, return_tensors="np").input_features for each in (found, expected)]
+        features = [
+            item(sound, sampling_rate=16000, return_tensors="np").input_features for item in (result, expected)
+        ]
         assert np.array_equal(*features)
     assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
     assert json.loads((out / "preprocessor_config.json").read_text()).items() >= settings.items()

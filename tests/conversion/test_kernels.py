@@ -111,8 +111,8 @@ def test_convert_command_prints_the_kernel(folder, capsys):
     command += ["--attention_kernel", "hybrid", "--attention_kernel_features", "26", "--attention_kernel_seed", "2"]
     command += ["--attention_window", "4"]
     assert cli.main([*command, "--method", "mean"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^  attention_kernel +none -> hybrid$", said, re.M) and "attention_window  " in said
+    printed = capsys.readouterr().out
+    assert re.search(r"^  attention_kernel +none -> hybrid$", printed, re.M) and "attention_window  " in printed
     config = json.loads((folder / "made/config.json").read_text())
     assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["hybrid", 26, 2]
     assert config["attention_window"] == 4 and config["attention_pattern"] is None

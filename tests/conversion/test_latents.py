@@ -121,7 +121,7 @@ def test_fit_does_not_change_the_shared_latent():
         for steps in (0, 20)
     )
     assert torch.equal(closed["decoder.cross_kv_a_proj.weight"], fitted["decoder.cross_kv_a_proj.weight"])
-    assert not torch.equal(*(each["decoder.block.1.layer.1.EncDecAttention.k.weight"] for each in (closed, fitted)))
+    assert not torch.equal(*(item["decoder.block.1.layer.1.EncDecAttention.k.weight"] for item in (closed, fitted)))
     rows = closed["decoder.cross_kv_a_proj.weight"]
     torch.testing.assert_close(rows @ rows.T, torch.eye(8), atol=1e-5, rtol=0)
 
@@ -143,8 +143,8 @@ def test_recording_in_several_chunks_changes_no_result(monkeypatch):
     fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
     expected = convert_model(t5(), 2, **fields).state_dict()
     monkeypatch.setattr(recording, "MAX_RECORDED_BYTES", 1)
-    found = convert_model(t5(), 2, **fields).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = convert_model(t5(), 2, **fields).state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 class TestLatentsOfASourceWithLatents:
@@ -286,8 +286,8 @@ def test_talking_heads_get_latents_only_from_weights():
     source = T5.model("T5ForConditionalGeneration", "gqa_talking")
     converted = convert_model(source, kv_lora_rank=40, cross_kv_lora_rank=39, method="mean")
     batch = T5.batch("T5ForConditionalGeneration")
-    expected, found = source(**batch).logits, converted(**batch).logits
-    assert float((found - expected).norm() / expected.norm()) < 0.1
+    expected, actual = source(**batch).logits, converted(**batch).logits
+    assert float((actual - expected).norm() / expected.norm()) < 0.1
     with pytest.raises(ValueError, match="talking heads of the original model"):
         convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
 

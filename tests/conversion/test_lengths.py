@@ -78,10 +78,10 @@ def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
 
 def test_targets_determine_the_text_length():
     model = t5()
-    found = add_text_lengths(
+    result = add_text_lengths(
         given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config
     )
-    assert found.whole_length > 200
+    assert result.whole_length > 200
     short = add_text_lengths(calibration(), WordTokenizer(), model.config)
     assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
 
@@ -90,8 +90,8 @@ def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
     t5().save_pretrained(tmp_path / "t5")
     line = ["convert", str(tmp_path / "t5"), "--num_key_value_heads", "2", "--output_dir", str(tmp_path / "out")]
     assert main(line) == 2
-    said = capsys.readouterr().err
-    assert "--calibration_file" in said and "--method mean" in said and not (tmp_path / "out").exists()
+    printed = capsys.readouterr().err
+    assert "--calibration_file" in printed and "--method mean" in printed and not (tmp_path / "out").exists()
     assert main([*line, "--method", "mean"]) == 0
     bert().save_pretrained(tmp_path / "bert")
     assert main(["convert", str(tmp_path / "bert"), *line[2:-1], str(tmp_path / "encoder")]) == 0

@@ -74,10 +74,10 @@ def test_matching_share_equals_the_formula(are_pairs, is_decoder):
     model, tokenizer = finder(is_decoder=is_decoder), MarkedTokenizer()
     with torch.no_grad():
         model.embeddings.token_type_embeddings.weight.mul_(3.0)
-    found, ours = shares_of(model, calibration_of(texts, tokenizer))
+    result, ours = shares_of(model, calibration_of(texts, tokenizer))
     sums, count = torch.zeros(3, 4), 0
     for text in texts:
-        batch = tokenizer(*([each] for each in (text if are_pairs else [text])))
+        batch = tokenizer(*([item] for item in (text if are_pairs else [text])))
         (ids,), arguments = batch["input_ids"], {name: torch.tensor(rows) for name, rows in batch.items()}
         with torch.no_grad():
             weights = torch.stack(ours(**arguments, output_attentions=True).attentions)[:, 0]
@@ -87,7 +87,7 @@ def test_matching_share_equals_the_formula(are_pairs, is_decoder):
             others = [u for u, other in enumerate(ids) if other == word and (u < t if is_decoder else u != t)]
             count += bool(others)
             sums += weights[:, :, t, others].sum(-1)
-    assert found == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
+    assert result == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
 
 
 def calibration_of(texts, tokenizer=None):
@@ -103,14 +103,14 @@ def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
         tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=small(), **fields
     )
     assert max(range(3), key=report.matching_shares.__getitem__) == layer
-    assert [row.change == "same" for row in report.layers] == [each == layer for each in range(3)]
+    assert [row.change == "same" for row in report.layers] == [item == layer for item in range(3)]
     (name, value), old = next(iter(fields.items())), {"num_key_value_heads": 4}
     config = json.loads((tmp_path / "made/config.json").read_text())
-    expected = [old.get(name) if each == layer else value for each in range(3)]
+    expected = [old.get(name) if item == layer else value for item in range(3)]
     assert config["per_layer_values"] == {name: expected}
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "made"))
-    own = [each for each in before if each.startswith(f"encoder.layer.{layer}.")]
-    assert own and all(after[each].equal(before[each]) for each in own)
+    own = [item for item in before if item.startswith(f"encoder.layer.{layer}.")]
+    assert own and all(after[item].equal(before[item]) for item in own)
     shown = ", ".join(f"{share:.2f}" for share in report.matching_shares)
     assert f"attention to the same word  {shown} by layer" in report.summary()
     assert json.loads((tmp_path / "made/conversion_report.json").read_text())["matching_shares"]
@@ -120,7 +120,7 @@ def test_several_fields_and_layers_stay_unchanged():
     model = convert_model(finder(4, 2), 2, attention_kernel="elu", keep_matching_layers=2, calibration=small())
     heads, kernels = (model.config.per_layer_values[name] for name in ("num_key_value_heads", "attention_kernel"))
     assert heads[2] == 4 and kernels[2] is None and heads.count(4) == 2
-    assert [each is None for each in kernels] == [each == 4 for each in heads]
+    assert [item is None for item in kernels] == [item == 4 for item in heads]
 
 
 @pytest.mark.thorough
@@ -147,7 +147,7 @@ def test_second_conversion_keeps_other_per_layer_values():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda item: item.name)
 def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     """Check that encoder fields keep layers, and that the decoder is converted in all layers."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
@@ -160,7 +160,7 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
 def test_every_encoder_supports_keep_matching_layers(architecture):
     model = architecture.upstream_model(next(iter(architecture.heads)))
     made = convert_model(model, 1, keep_matching_layers=1, calibration=small())
@@ -228,7 +228,7 @@ class NoPadding(WordTokenizer):
         (NoPadding(), {}, "must have a padding token"),
         (ManyWords(), {}, "must not have more tokens than the model"),
     ],
-    ids=lambda each: type(each).__name__,
+    ids=lambda item: type(item).__name__,
 )
 def test_calibration_errors_are_the_same_with_keep_matching_layers(tokenizer, changes, message, options):
     texts = Calibration(["ab" * 400] * 20, tokenizer=tokenizer, passages=False, **changes)
@@ -247,8 +247,8 @@ def test_repeated_words_after_the_truncation_are_used():
     letters = "abcdefghijklmnopqrstuvwxyz"
     texts = [(letters[i % 26 :] + letters[: i % 26])[:16] * 2 for i in range(64)]
     cut = Calibration(texts, tokenizer=WordTokenizer(), passages=False, max_length=16)
-    found, _ = shares_of(finder(layer=2), cut)
-    assert max(range(3), key=found.__getitem__) == 2 and found[2] > 5 * found[1]
+    result, _ = shares_of(finder(layer=2), cut)
+    assert max(range(3), key=result.__getitem__) == 2 and result[2] > 5 * result[1]
 
 
 def test_convert_command_keeps_matching_layers(tmp_path, capsys):

@@ -22,8 +22,8 @@ def test_missing_part_of_the_model_raises_an_error(make_source, edit_tensors, tm
     source = make_source("BertForMaskedLM")
 
     def without(tensors):
-        for each in [each for each in tensors if each.endswith(name)]:
-            del tensors[each]
+        for item in [item for item in tensors if item.endswith(name)]:
+            del tensors[item]
 
     edit_tensors(source, without)
     with pytest.raises(ValueError, match=rf"no tensor 'bert\.\S*{name}'.* would initialize missing tensors randomly"):
@@ -56,8 +56,8 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
     edit_tensors(source, as_in_2018)
     convert_checkpoint(source, tmp_path / "out", 12)
     ids = torch.arange(5, 15)[None]
-    found = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
-    torch.testing.assert_close(found, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
+    actual = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
+    torch.testing.assert_close(actual, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
     assert "draws it at random" not in caplog.text
 
 

@@ -25,7 +25,7 @@ def calls(batches, seed, rows=4):
     valid = torch.ones(rows, TOKENS, dtype=torch.bool)
     valid[::2, -1] = False
     states = [torch.randn(rows, TOKENS, WIDTH, generator=generator) for _ in range(batches)]
-    return [AttentionInputs(each, each, None, None, valid, (WIDTH // HEADS) ** -0.5) for each in states]
+    return [AttentionInputs(item, item, None, None, valid, (WIDTH // HEADS) ** -0.5) for item in states]
 
 
 def heads():
@@ -34,8 +34,8 @@ def heads():
 
 def outputs(tensors, inputs, noise=0.0):
     generator = torch.Generator().manual_seed(9)
-    found = [compute_attention(tensors, batch, HEADS)[0] for batch in inputs]
-    return [each + noise * torch.randn(each.shape, generator=generator) for each in found]
+    actual = [compute_attention(tensors, batch, HEADS)[0] for batch in inputs]
+    return [item + noise * torch.randn(item.shape, generator=generator) for item in actual]
 
 
 def with_other_output(tensors, distance):
@@ -50,10 +50,10 @@ def with_other_output(tensors, distance):
 def test_regression_with_much_text_equals_least_squares(bias):
     source = attention(0, bias)
     inputs = calls(40, seed=1)
-    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
-    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
     if bias:
-        torch.testing.assert_close(found.output_bias, source.output_bias, atol=2e-3, rtol=0)
+        torch.testing.assert_close(actual.output_bias, source.output_bias, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -95,8 +95,8 @@ def test_regression_on_one_example_changes_nothing():
 def test_batches_of_one_example_are_cross_validation_folds():
     source = attention(0)
     inputs = calls(80, seed=1, rows=1)
-    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
-    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
 
 
 def _least_squares(tensors, inputs, targets):

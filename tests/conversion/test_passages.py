@@ -17,9 +17,9 @@ FOUR = [4] * 400  # tokens of each
 
 
 def test_every_second_text_continues_with_the_next_texts():
-    found = join_passages(TEXTS, FOUR, 256)
-    assert sorted(found) == list(range(0, 400, 2))
-    for number, (passage, length) in found.items():
+    result = join_passages(TEXTS, FOUR, 256)
+    assert sorted(result) == list(range(0, 400, 2))
+    for number, (passage, length) in result.items():
         parts = TEXTS[number:] + TEXTS[:number]
         count = -(-length // 4)  # of texts of four words, one token each at least
         assert passage == " ".join(parts[:count])
@@ -36,8 +36,8 @@ def test_text_without_spaces_is_joined_by_token_count():
     """Check chemical formulas of 60 tokens without spaces, of which 256 were joined and tokenized slowly."""
     texts, counts = ["CC(=O)Oc1ccccc1C(=O)O" * 3] * 400, [60] * 400
     assert max(passage.count(" ") for passage, _ in join_passages(texts, counts, 256).values()) == 4
-    found = join_passages(texts, counts, 256).values()
-    assert all(len(passage.split()) > 1 for passage, _ in found)  # others stay whole
+    result = join_passages(texts, counts, 256).values()
+    assert all(len(passage.split()) > 1 for passage, _ in result)  # others stay whole
 
 
 def test_passages_work_with_few_texts_and_positions():
@@ -90,15 +90,17 @@ def test_report_and_card_mention_passages(tmp_path):
     convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(passages=None, max_length=32))
     settings = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["calibration"]
     assert (settings["max_length"], settings["passage_length"]) == (32, 32)
-    told = str(model_card(tmp_path / "out", repo_id="someone/name"))
-    assert "of at most 32 tokens. Half of them were joined to passages of at most 32 tokens." in " ".join(told.split())
+    outcome = str(model_card(tmp_path / "out", repo_id="someone/name"))
+    assert "of at most 32 tokens. Half of them were joined to passages of at most 32 tokens." in " ".join(
+        outcome.split()
+    )
 
 
 @pytest.mark.thorough
 def test_much_shorter_text_than_the_model_supports_gives_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         convert_model(bert(), 2, calibration=calibration(passages=None))
-        assert not any("The longest calibration example" in each.getMessage() for each in caplog.records)
+        assert not any("The longest calibration example" in item.getMessage() for item in caplog.records)
         convert_model(bert(), 2, calibration=calibration())
-    (record,) = (each for each in caplog.records if "The longest calibration example" in each.getMessage())
+    (record,) = (item for item in caplog.records if "The longest calibration example" in item.getMessage())
     assert "The longest calibration example has 22 tokens, but the model reads up to 512" in record.getMessage()

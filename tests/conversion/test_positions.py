@@ -19,7 +19,7 @@ WINDOW = {"attention_pattern": "sliding_window", "attention_window": 8, "num_glo
 
 
 def positions_of(folder):
-    return next(each for name, each in tensors_of(folder).items() if "position_embeddings" in name)
+    return next(item for name, item in tensors_of(folder).items() if "position_embeddings" in name)
 
 
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)

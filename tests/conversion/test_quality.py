@@ -71,16 +71,16 @@ CASES = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
 def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, measure, same):
-    family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
+    family = next(item for item in (BERT, T5, *RELATIVES) if head in item.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
     given = {name: value for name, value in changes.items() if name not in fields}
     upstream = family.upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(upstream, **given)
-    found = outputs.compared_with(model)
-    assert found.measure == measure and found.examples == 128
-    assert found.value == pytest.approx(same, abs=1e-5) and found.is_kept
+    result = outputs.compared_with(model)
+    assert result.measure == measure and result.examples == 128
+    assert result.value == pytest.approx(same, abs=1e-5) and result.is_kept
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed" not in name and "shared" not in name:
@@ -93,8 +93,8 @@ def test_nan_outputs_are_outside_tolerance():
     model, outputs = source_outputs(bert())
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
-    found = outputs.compared_with(model)
-    assert found.value is None and not found.is_kept and "not finite" in str(found)
+    result = outputs.compared_with(model)
+    assert result.value is None and not result.is_kept and "not finite" in str(result)
 
 
 def test_endless_texts_are_counted_separately_from_changed_words():
@@ -103,10 +103,10 @@ def test_endless_texts_are_counted_separately_from_changed_words():
     assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are no loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
     assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
-    found = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
-    assert "60.0% of its generated tokens" in str(found) and "for 1 of 10 examples" in str(found)
-    assert Quality.of(found.to_dict()) == found
-    before = {name: value for name, value in found.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
+    result = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
+    assert "60.0% of its generated tokens" in str(result) and "for 1 of 10 examples" in str(result)
+    assert Quality.of(result.to_dict()) == result
+    before = {name: value for name, value in result.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
     assert Quality.of(before).runaway == 0
 
 
@@ -121,10 +121,10 @@ def test_generation_without_an_end_is_counted():
 def test_identical_examples_are_inconclusive():
     model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
-    found = outputs_of(model, given).compared_with(model)
-    assert found.alike and found.value is None and found.verdict == "inconclusive"
-    assert str(found) == "the original model gives all examples one embedding, so that the models cannot be compared"
-    assert str(Quality.of(found.to_dict())) == str(found)
+    result = outputs_of(model, given).compared_with(model)
+    assert result.alike and result.value is None and result.verdict == "inconclusive"
+    assert str(result) == "the original model gives all examples one embedding, so that the models cannot be compared"
+    assert str(Quality.of(result.to_dict())) == str(result)
 
 
 def test_text_unknown_to_the_source_is_inconclusive(caplog):
@@ -134,14 +134,14 @@ def test_text_unknown_to_the_source_is_inconclusive(caplog):
         model.lm_head.weight.mul_(40)
     model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(model, target_texts=text(seed=1))
-    found = outputs.compared_with(model)
-    assert found.value == pytest.approx(0, abs=1e-5) and found.losses[0] > 1.05 * math.log(WORDS)
-    assert found.unknown and not found.is_kept and found.verdict == "inconclusive"
-    check_kept(found, strict=False)
+    result = outputs.compared_with(model)
+    assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
+    assert result.unknown and not result.is_kept and result.verdict == "inconclusive"
+    check_kept(result, strict=False)
     assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
     with pytest.raises(ModelNotKeptError, match="more than that of a random guess"):
-        check_kept(found, strict=True)
-    assert Quality.of(found.to_dict()).verdict == "inconclusive"
+        check_kept(result, strict=True)
+    assert Quality.of(result.to_dict()).verdict == "inconclusive"
 
 
 def quality(measure, value, interval=None, examples=100):
@@ -162,21 +162,21 @@ def quality(measure, value, interval=None, examples=100):
     ],
 )
 def test_interval_determines_the_verdict(measure, value, interval, verdict):
-    found = quality(measure, value, interval)
-    assert found.verdict == Quality.of(json.loads(json.dumps(found.to_dict()))).verdict == verdict
-    assert found.is_kept is (verdict == "within tolerance")
-    assert "(95 % interval " in str(found)
+    result = quality(measure, value, interval)
+    assert result.verdict == Quality.of(json.loads(json.dumps(result.to_dict()))).verdict == verdict
+    assert result.is_kept is (verdict == "within tolerance")
+    assert "(95 % interval " in str(result)
     assert quality(measure, value, examples=1).verdict == "inconclusive"
 
 
 def test_wilson_and_clustered_intervals_equal_their_formulas():
     counts = torch.ones(38)
     assert ratio_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
-    found = torch.zeros(38)
-    found[:4] = 1
-    assert ratio_interval(found, counts, True) == pytest.approx((0.0417, 0.2413), abs=3e-3)  # by the tables 4 of 38
+    result = torch.zeros(38)
+    result[:4] = 1
+    assert ratio_interval(result, counts, True) == pytest.approx((0.0417, 0.2413), abs=3e-3)  # by the tables 4 of 38
     tokens = torch.full((38,), 20.0)
-    low, high = ratio_interval(found * 20, tokens, True)  # four whole texts, and not 80 tokens apart
+    low, high = ratio_interval(result * 20, tokens, True)  # four whole texts, and not 80 tokens apart
     assert (low, high) == pytest.approx((0.0417, 0.2413), abs=3e-3)
     low, high = ratio_interval(torch.full((38,), 2.0), tokens, True)
     assert high - low < 0.05  # two in each text are spread as if each was drawn by itself
@@ -218,8 +218,10 @@ def test_tagger_without_tags_is_outside_tolerance():
     tags = torch.cat(outputs._source_outputs["predictions"])
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
-    found = outputs.compared_with(model)
-    assert (found.value, found.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(found)
+    result = outputs.compared_with(model)
+    assert (result.value, result.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(
+        result
+    )
 
 
 def test_majority_classifier_is_outside_tolerance():
@@ -233,8 +235,8 @@ def test_majority_classifier_is_outside_tolerance():
     assert any(is_rare)
     outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
     outputs._compute_outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
-    found = outputs.compared_with(model)
-    assert (found.value, found.verdict, found.is_rare) == (1.0, "outside tolerance", True)
+    result = outputs.compared_with(model)
+    assert (result.value, result.verdict, result.is_rare) == (1.0, "outside tolerance", True)
     outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
     assert outputs.compared_with(model).value == 0.5  # none is so frequent: all examples count
 
@@ -246,8 +248,8 @@ def labels(source, converted):
     )
     outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
-    found, counts = outputs._compare({"predictions": list(converted)})
-    return float(found.sum() / counts.sum())
+    result, counts = outputs._compare({"predictions": list(converted)})
+    return float(result.sum() / counts.sum())
 
 
 def test_only_labels_of_either_model_count():
@@ -268,8 +270,8 @@ def test_label_of_all_texts_is_compared_by_scores():
     with torch.no_grad():
         upstream.classifier.bias.fill_(100.0)  # every text has it
     model, outputs = source_outputs(upstream)
-    found = outputs.compared_with(model)
-    assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
+    result = outputs.compared_with(model)
+    assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
 def test_examples_without_labels_are_compared_by_scores():
@@ -277,14 +279,14 @@ def test_examples_without_labels_are_compared_by_scores():
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
     model, outputs = source_outputs(upstream)
-    found = outputs.compared_with(model)
-    assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
+    result = outputs.compared_with(model)
+    assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
 def test_score_error_is_a_share_of_the_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
-    found, counts = _compute_differences("scores", scores, others)
-    assert float(found.sum() / counts.sum()) == pytest.approx(4 / 14)
+    result, counts = _compute_differences("scores", scores, others)
+    assert float(result.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
     assert text == "the error of its scores is 28.6% of the variance of the original's"
     assert "one score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
@@ -310,13 +312,13 @@ def test_summary_report_and_card_contain_the_measure(tmp_path):
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert stored["measure"] == "embeddings" and stored["examples"] == 128 and 0 < stored["value"] < 1
-    said = f"cosine of {stored['value']:.3f} to the original's (95 % interval {stored['interval'][0]:.3f} to "
+    output_text = f"cosine of {stored['value']:.3f} to the original's (95 % interval {stored['interval'][0]:.3f} to "
     kept = dataclasses.replace(report, quality=dataclasses.replace(report.quality, value=0.92, interval=(0.91, 0.93)))
     assert (
         "cosine of 0.920 to the original's (95 % interval 0.910 to 0.930), on 128 held-out examples: within "
         "tolerance (0.8)\n" in kept.summary()
     )
-    assert said in report.summary() and "error of attention outputs" not in report.summary()
+    assert output_text in report.summary() and "error of attention outputs" not in report.summary()
     assert "error of attention outputs" in report.summary(attention_errors=True)
     sentence = str(model_card(tmp_path / "out", "me/x")).split("## Use")[0]
     assert f"cosine of {stored['value']:.3f} to the original's" in sentence
@@ -390,9 +392,9 @@ def test_recordings_have_a_quality_measure(tmp_path, capsys):
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
     assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
-    said = capsys.readouterr()
-    assert "of its generated tokens differ from the original's" in said.out
-    assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
-    assert "off on held-out" not in said.err
+    output_text = capsys.readouterr()
+    assert "of its generated tokens differ from the original's" in output_text.out
+    assert "), on 12 held-out examples: " in output_text.out and " (10%)" in output_text.out
+    assert "off on held-out" not in output_text.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2
     assert "--quick requires a calibration" in capsys.readouterr().err

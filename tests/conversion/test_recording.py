@@ -86,7 +86,7 @@ OF_PATTERNS = {
     "local_blocks": {"attention_block_size": 3},
     "dilated_blocks": {"attention_block_size": 2, "attention_dilation": 2},
 }
-BART = next(each for each in RELATIVES if each.name == "bart")
+BART = next(item for item in RELATIVES if item.name == "bart")
 PATTERNED = [
     (BERT, "BertModel", ""),
     (ALBERT, "AlbertModel", ""),
@@ -98,13 +98,13 @@ PATTERNED = [
 
 def contexts_of(model, batch):
     """Return the inputs of each attention's output projection, {path: tensors of its calls}."""
-    found = {}
+    actual = {}
     for site, path, module in model.named_attentions():
-        read = found.setdefault(path, [])
+        read = actual.setdefault(path, [])
         module.get_submodule(site.output).register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
     with torch.no_grad():
         model.base_model(**batch)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "whole"])
@@ -134,9 +134,9 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
         tensors = module.read(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])
         for inputs, context in zip(calls[module.name], expected[module.name], strict=True):
-            found = compute_attention(tensors, inputs, module.heads.query)[1]
+            actual = compute_attention(tensors, inputs, module.heads.query)[1]
             valid = inputs.valid[..., : context.shape[1]]
-            torch.testing.assert_close(found[valid], context[valid], atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(actual[valid], context[valid], atol=2e-5, rtol=2e-5)
 
 
 def test_every_pattern_is_recorded_or_raises_an_error():

@@ -36,10 +36,10 @@ def logits(model):
 def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsys):
     flags = ["--cross_talking_heads", "both", "--cross_talking_heads_dynamic", "m2l"]
     main(["convert", str(source), *flags, "--output_dir", str(tmp_path / "out")])
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert (
         "talking heads added cross logits_proj [12, 12], cross weights_proj [12, 12], cross m2l_proj [40, 12, 12]"
-        in said
+        in printed
     )
     model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -144,7 +144,7 @@ def test_unequal_heads_allow_talking_heads_in_one_place():
     assert model.decoder.layers[0].encoder_attn.logits_proj.shape == (12, 12)
     batch = BART.batch("BartModel")
     with torch.no_grad():
-        ours, theirs = (each.eval()(**batch, use_cache=False)[0] for each in (model, upstream))
+        ours, theirs = (item.eval()(**batch, use_cache=False)[0] for item in (model, upstream))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 

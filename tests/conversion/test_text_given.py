@@ -50,9 +50,9 @@ def warnings_of(caplog):
 def test_conversion_without_text_warns_once_about_quality(encoder, tmp_path, warnings_of):
     model = AttnVariantBertModel.from_pretrained(encoder)
     for i, (source, options) in enumerate(((model, {}), (encoder, {}), (encoder, {"output_dir": tmp_path / "out"}))):
-        (said,) = warnings_of(convert, source, 4, **options)
-        assert "BLEU 36.8 to 1.6" in said and "`calibration` (--calibration_file)" in said, i
-        assert "\n" not in said
+        (printed,) = warnings_of(convert, source, 4, **options)
+        assert "BLEU 36.8 to 1.6" in printed and "`calibration` (--calibration_file)" in printed, i
+        assert "\n" not in printed
     for options in ({"method": "mean"}, {"talking_heads": "both"}, {"num_key_value_heads": 12}):
         assert (
             warnings_of(convert, model, **({"num_key_value_heads": 4} if "method" in options else {}), **options) == []
@@ -69,8 +69,8 @@ def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings
         (convert(model, talking_heads="both"), "talking heads of the original model ('both')"),
         (decoder, "cannot fit the cross-attention of a decoder-only model"),
     ):
-        (said,) = warnings_of(convert, source, 4)
-        assert "BLEU 36.8 to 1.6" in said and reason in said and "--calibration_file" not in said
+        (printed,) = warnings_of(convert, source, 4)
+        assert "BLEU 36.8 to 1.6" in printed and reason in printed and "--calibration_file" not in printed
         given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
         with pytest.raises(ValueError, match=re.escape(reason)):
             convert(source, 4, calibration=given)
@@ -164,10 +164,10 @@ def test_invalid_line_count_raises_before_reading(size):
 
 def test_convert_command_reads_lines_targets_and_tables(tmp_path):
     def read(*flags):
-        found = command.read_calibration_arguments(
+        result = command.read_calibration_arguments(
             command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
         )
-        return found.texts, found.target_texts
+        return result.texts, result.target_texts
 
     lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
     lines.write_text("one\ntwo\n\n")

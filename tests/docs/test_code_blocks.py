@@ -385,9 +385,9 @@ def test_every_block_runs_or_is_listed_as_not_run():
             continue
         if block.document in GENERATED:
             continue
-        found = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
-        assert found, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
-        used |= found
+        result = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
+        assert result, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
+        used |= result
     assert used == SHOWN.keys(), f"SHOWN names blocks that are gone: {SHOWN.keys() - used}"
 
 

@@ -51,8 +51,8 @@ def test_ratios_agree_with_the_tables():
         / bert["MHA"]["milliseconds"]: r"talking heads takes ([\d.]+) times as long",
     }
     for ratio, text in ratios.items():
-        (said,) = re.findall(text, PAGE)
-        assert float(said) == pytest.approx(ratio, abs=0.005)
+        (printed,) = re.findall(text, PAGE)
+        assert float(printed) == pytest.approx(ratio, abs=0.005)
 
 
 def test_errors_and_targets_agree_with_the_reports():
@@ -61,16 +61,16 @@ def test_errors_and_targets_agree_with_the_reports():
         for name, cell in REPORTS[part]["cells"].items():
             dtype = name.split(", ")[-1]
             largest[dtype] = max(largest.get(dtype, 0), *cell["errors"].values())
-    said = re.search(r"float32 within ([\d.e-]+), bfloat16 within ([\d.e-]+), float16 within ([\d.e-]+) \|", PAGE)
-    for number_said, dtype in zip(said.groups(), ("float32", "bfloat16", "float16"), strict=True):
+    printed = re.search(r"float32 within ([\d.e-]+), bfloat16 within ([\d.e-]+), float16 within ([\d.e-]+) \|", PAGE)
+    for number_said, dtype in zip(printed.groups(), ("float32", "bfloat16", "float16"), strict=True):
         assert largest[dtype] <= float(number_said) < 1.1 * largest[dtype]
     ratios = [cell["ratios"].items() for cell in REPORTS["kernel_speed"]["cells"].values()]
     fused, formula = (
         sorted(value for row in ratios for name, value in row if name.endswith(peer)) for peer in ("sdpa", "compiled")
     )
     times = r"([\d.]+)–([\d.]+) times the"
-    said = re.search(rf"not met: {times} time, {times} speed \(512 tokens in training: ([\d.]+)\)", PAGE)
-    low, high, slowest_but_one, fastest, slowest = said.groups()
+    printed = re.search(rf"not met: {times} time, {times} speed \(512 tokens in training: ([\d.]+)\)", PAGE)
+    low, high, slowest_but_one, fastest, slowest = printed.groups()
     assert [float(low), float(high)] == [pytest.approx(fused[at], abs=0.05) for at in (0, -1)]
     expected = [pytest.approx(1 / formula[at], abs=0.05) for at in (-1, -2, 0)]
     assert [float(number) for number in (slowest, slowest_but_one, fastest)] == expected

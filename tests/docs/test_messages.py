@@ -44,8 +44,8 @@ def test_messages_have_no_new_violations():
     ],
 )
 def test_message_rules_find_violations(code, rules):
-    found = [rule for _, rule, _ in message_rules.violations(code)]
-    assert [rule for rule in found if rule != "glossary term"] == rules
+    result = [rule for _, rule, _ in message_rules.violations(code)]
+    assert [rule for rule in result if rule != "glossary term"] == rules
 
 
 def test_messages_of_all_kinds_are_read():

@@ -53,7 +53,7 @@ def test_notebook_runs_with_the_same_scores(path, minilm, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     options = {"timeout": 600, "kernel_name": "python3", "resources": {"metadata": {"path": str(path.parent)}}}
     nbclient.NotebookClient(notebook, **options).execute()
-    expected, found = scores_of(committed), scores_of(notebook)
-    assert found.keys() == expected.keys() and expected
+    expected, result = scores_of(committed), scores_of(notebook)
+    assert result.keys() == expected.keys() and expected
     for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=0.005), name
+        assert result[name] == pytest.approx(expected[name], abs=0.005), name

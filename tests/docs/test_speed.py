@@ -67,7 +67,7 @@ def read(name):
 
 def has_time(value):
     if isinstance(value, dict):
-        return any(IS_TIME.search(name) or has_time(each) for name, each in value.items())
+        return any(IS_TIME.search(name) or has_time(item) for name, item in value.items())
     return isinstance(value, list) and any(map(has_time, value))
 
 
@@ -140,10 +140,10 @@ def test_missing_marks_stale_marks_and_unknown_ratios_are_detected(load):
     mark = load("benchmarks.kept_memory").MARK
     link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
-    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
-    assert found == ["no mark", "a ratio of speed from nowhere"]
-    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
-    assert found == ["marked", "a ratio of speed from nowhere"]
+    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
+    assert result == ["no mark", "a ratio of speed from nowhere"]
+    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
+    assert result == ["marked", "a ratio of speed from nowhere"]
 
 
 def test_reports_name_neither_the_machine_nor_folders():

@@ -35,7 +35,7 @@ class User:
 
     def printed(self, *argv):
         try:
-            status = cli.main([str(each) for each in argv])
+            status = cli.main([str(item) for item in argv])
         except SystemExit as stopped:  # argparse exits
             status = stopped.code
         assert status

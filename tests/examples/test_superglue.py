@@ -31,7 +31,7 @@ def run(tiny_bert, tmp_path):
             write_superglue(folder, task.lower(), 8)
         argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
         argv += ["--per_device_train_batch_size", 4, "--learning_rate", "3e-3", "--cpu", "--disable_tqdm", *flags]
-        return main(parse_args([str(each) for each in argv])), tmp_path / out
+        return main(parse_args([str(item) for item in argv])), tmp_path / out
 
     return call
 
@@ -80,10 +80,10 @@ def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(out).eval(),
         AutoTokenizer.from_pretrained(out),
     )
-    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
         with torch.no_grad():
             logits = model(**tokenizer(row["premise"], row["hypothesis"], return_tensors="pt")).logits
-        assert said == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
+        assert printed == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
 
 
 def test_first_rows_are_whole_questions(run):
@@ -124,12 +124,12 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
         (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
     results, out = run("rte", "--max_train_steps", 6, model=model)
     truth = [row["label"] for row in diagnostic_rows("AX-b")]
-    found = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
-    assert all([row["idx"] for row in rows] == [*range(12)] for rows in found.values())
-    said = {name: [row["label"] for row in rows] for name, rows in found.items()}
-    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, said["AX-b"]))
-    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, said["AX-g"], strict=True)])
-    pairs = zip(said["AX-g"][::2], said["AX-g"][1::2], strict=True)
+    result = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
+    assert all([row["idx"] for row in rows] == [*range(12)] for rows in result.values())
+    printed = {name: [row["label"] for row in rows] for name, rows in result.items()}
+    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, printed["AX-b"]))
+    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, printed["AX-g"], strict=True)])
+    pairs = zip(printed["AX-g"][::2], printed["AX-g"][1::2], strict=True)
     assert results["axg_gender_parity"] == np.mean([one == other for one, other in pairs])
     # Without labels, and without pairs.
     rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
@@ -149,9 +149,9 @@ def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
 
     monkeypatch.setattr(superglue_data, "load_dataset", load)
     settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name="rte")
-    found = superglue_data.load_examples(settings, TASKS["rte"])
+    result = superglue_data.load_examples(settings, TASKS["rte"])
     assert loaded[-2:] == [("aps/super_glue", name, "test") for name in ("axb", "axg")]
-    assert found["axb"][1].texts == (("The dog is in the house.", "a street"),) and found["axb"][1].labels == (1,)
+    assert result["axb"][1].texts == (("The dog is in the house.", "a street"),) and result["axb"][1].labels == (1,)
 
 
 @pytest.mark.parametrize(

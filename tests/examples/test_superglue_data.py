@@ -70,8 +70,8 @@ def test_hub_rows_equal_the_official_rows(tmp_path, monkeypatch, task):
     rows = Dataset.from_list(hub_rows(task))
     hub = DatasetDict({"train": rows, "validation": rows.select(range(2)), "test": rows})
     monkeypatch.setattr(superglue_data, "load_dataset", lambda name, config, split: hub[split])
-    found = load(task, None)
-    assert found["train"] == official["train"] and found["test"] == official["test"]
+    result = load(task, None)
+    assert result["train"] == official["train"] and result["test"] == official["test"]
     assert official["test"][0].labels is None and official["train"][0].labels is not None
 
 
@@ -120,32 +120,32 @@ def scores_for(labels, count):
 
 def test_cb_score_is_the_mean_of_accuracy_and_macro_f1(tmp_path):
     task, examples = get_superglue_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
-    true, said = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
+    true, printed = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
     f1 = []
     for label in range(3):
-        hits = sum(t == s == label for t, s in zip(true, said, strict=True))
-        f1.append(2 * hits / (true.count(label) + said.count(label)))
-    found = compute_superglue_metrics(task, examples, scores_for(said, 3))
-    accuracy = np.mean(np.equal(true, said))
-    assert found["accuracy"] == pytest.approx(accuracy) and found["f1_macro"] == pytest.approx(np.mean(f1))
-    assert found["f1_macro"] == pytest.approx(f1_score(true, said, average="macro"))
-    assert found["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
+        hits = sum(t == s == label for t, s in zip(true, printed, strict=True))
+        f1.append(2 * hits / (true.count(label) + printed.count(label)))
+    result = compute_superglue_metrics(task, examples, scores_for(printed, 3))
+    accuracy = np.mean(np.equal(true, printed))
+    assert result["accuracy"] == pytest.approx(accuracy) and result["f1_macro"] == pytest.approx(np.mean(f1))
+    assert result["f1_macro"] == pytest.approx(f1_score(true, printed, average="macro"))
+    assert result["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
 
 
 def test_multirc_scores_answers_and_whole_questions(tmp_path):
     task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
-    said = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
-    said[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
-    found = compute_superglue_metrics(task, examples, scores_for(said, 2))
-    hits = sum(t and s for t, s in zip(true, said, strict=True))
-    precision, recall = hits / sum(said), hits / sum(true)
-    assert found["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
-    rows, whole = iter(said), 0
+    printed = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
+    printed[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
+    result = compute_superglue_metrics(task, examples, scores_for(printed, 2))
+    hits = sum(t and s for t, s in zip(true, printed, strict=True))
+    precision, recall = hits / sum(printed), hits / sum(true)
+    assert result["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
+    rows, whole = iter(printed), 0
     for example in examples:
         whole += [next(rows) for _ in example.labels] == list(example.labels)
-    assert 0 < whole < len(examples) and found["exact_match"] == pytest.approx(whole / len(examples))
-    assert found["combined_score"] == pytest.approx((found["f1a"] + found["exact_match"]) / 2)
+    assert 0 < whole < len(examples) and result["exact_match"] == pytest.approx(whole / len(examples))
+    assert result["combined_score"] == pytest.approx((result["f1a"] + result["exact_match"]) / 2)
 
 
 def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path):
@@ -155,29 +155,31 @@ def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path)
         start = passage["text"].rindex(name)
         passage["entities"].append({"start": start, "end": start + len(name) - 1})
     answers = [[{"text": "New York"}], [{"text": "Bob"}, {"text": "New York"}], [{"text": "Bob"}]]
-    queries = [{"query": "@placeholder is", "answers": each, "idx": i} for i, each in enumerate(answers)]
+    queries = [{"query": "@placeholder is", "answers": item, "idx": i} for i, item in enumerate(answers)]
     examples = read(tmp_path, "record", [{"passage": passage, "qas": queries, "idx": 0}])
     likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # said: the paper, the town, the town
-    scores = np.array([[0.3, 0.3 + each] for row in likely for each in row])
+    scores = np.array([[0.3, 0.3 + item] for row in likely for item in row])
     assert choose_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
-    found = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
+    result = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
     # Without the article the paper has three words, two of which are right: precision 2/3, recall 1.
-    assert found["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and found["exact_match"] == pytest.approx(1 / 3)
+    assert result["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and result["exact_match"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("task", ["boolq", "rte", "wic", "wsc"])
 def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
     examples = read(tmp_path, task, official_rows(task))
-    said = [0, 1, 1, 1, 0, 0, 1, 0]
-    expected = np.mean([example.labels[0] == each for example, each in zip(examples, said, strict=True)])
-    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(said, 2)) == {"accuracy": expected}
+    printed = [0, 1, 1, 1, 0, 0, 1, 0]
+    expected = np.mean([example.labels[0] == item for example, item in zip(examples, printed, strict=True)])
+    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(printed, 2)) == {
+        "accuracy": expected
+    }
 
 
 # Submissions
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "expected"),
+    ("task", "printed", "expected"),
     [
         ("boolq", [1, 0], [{"idx": 0, "label": "true"}, {"idx": 1, "label": "false"}]),
         ("cb", [2, 1], [{"idx": 0, "label": "neutral"}, {"idx": 1, "label": "contradiction"}]),
@@ -205,9 +207,9 @@ def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
         ),
     ],
 )  # fmt: skip
-def test_submission_has_the_official_format(tmp_path, task, said, expected):
+def test_submission_has_the_official_format(tmp_path, task, printed, expected):
     rows = [row for row in official_rows(task, 2)]
     examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
     count = len(get_superglue_task(task).labels)
-    text = format_submission(get_superglue_task(task), examples, np.eye(count)[said])
+    text = format_submission(get_superglue_task(task), examples, np.eye(count)[printed])
     assert [json.loads(line) for line in text.splitlines()] == expected and text.endswith("\n")

@@ -125,15 +125,15 @@ def test_choice_log_probabilities_are_independent(row, variant):
     read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
     batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
     with torch.no_grad():
-        found = compute_choice_log_probabilities(model, batch)
-        assert found.shape == (2, 3) and found[1, 2] == -torch.inf
+        actual = compute_choice_log_probabilities(model, batch)
+        assert actual.shape == (2, 3) and actual[1, 2] == -torch.inf
         for i, j in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
             ids = choices[i, j][choices[i, j] >= 0]
             read = torch.cat([torch.tensor([2]), ids[:-1]])
             length = int(mask[i].sum())
             logits = model(input_ids=sources[i : i + 1, :length], decoder_input_ids=read[None]).logits[0]
             expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum()
-            assert_close(found[i, j], expected, atol=1e-4, rtol=1e-4)
+            assert_close(actual[i, j], expected, atol=1e-4, rtol=1e-4)
 
 
 # Multiple choice
@@ -160,7 +160,7 @@ def flags(tmp_path, writer):
         argv += ["--per_device_train_batch_size", batch, "--learning_rate", "1e-2"]
         for name, split in (("train", "train"), ("validation", "dev"), ("test", "test")):
             argv += [f"--{name}_file", tmp_path / f"{split}.jsonl"]
-        return [str(each) for each in [*argv, *more]]
+        return [str(item) for item in [*argv, *more]]
 
     return make
 
@@ -183,16 +183,16 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
     assert results["eval_accuracy"] > 0.9 and results["worded"] is True
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    for row, said in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
+    for row, printed in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
         listed = " ".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=False))
         inputs = tokenizer(rf"What is it? \n {listed} \n A man sees it.", return_tensors="pt")
-        found = []
+        actual = []
         for choice in row["choices"]:
             labels = tokenizer(text_target=choice, return_tensors="pt")["input_ids"]
             with torch.no_grad():
-                found.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
-        assert said["probabilities"] == pytest.approx(np.exp(log_softmax(found)), abs=1e-4)
-        assert said["choice"] == row["choices"][int(np.argmax(found))]
+                actual.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
+        assert printed["probabilities"] == pytest.approx(np.exp(log_softmax(actual)), abs=1e-4)
+        assert printed["choice"] == row["choices"][int(np.argmax(actual))]
     scored = lines_of(out / "predictions_dev.jsonl")
     losses = [-np.log(row["probabilities"]["ABCD".index(row["answer"])]) for row in scored]
     assert results["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
@@ -244,7 +244,7 @@ def run(writer, tmp_path):
             write_superglue(folder, task, 8)
         argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
         argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--cpu", "--disable_tqdm", *flags]
-        return run_superglue.main(run_superglue.parse_args([str(each) for each in argv])), tmp_path / out
+        return run_superglue.main(run_superglue.parse_args([str(item) for item in argv])), tmp_path / out
 
     return call
 
@@ -273,11 +273,11 @@ def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, ca
 def test_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
         inputs = tokenizer(f"cb hypothesis: {row['hypothesis']} premise: {row['premise']}", return_tensors="pt")
-        found = {}
+        actual = {}
         for label in ("entailment", "contradiction", "neutral"):
             labels = tokenizer(text_target=label, return_tensors="pt")["input_ids"]
             with torch.no_grad():
-                found[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
-        assert said == {"idx": row["idx"], "label": min(found, key=found.get)}
+                actual[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
+        assert printed == {"idx": row["idx"], "label": min(actual, key=actual.get)}

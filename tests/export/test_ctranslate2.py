@@ -68,18 +68,18 @@ def test_ctranslate2_generates_the_tokens_of_generate(name, variant, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    found = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
-    assert len({token for row in found for token in row}) > 2
+    result = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert len({token for row in result for token in row}) > 2
 
 
 def heads_of(folder):
     """Return the key/value heads of each attention in a `model.bin`, by the file's names."""
-    data, found = (folder / "model.bin").read_bytes(), {}
+    data, result = (folder / "model.bin").read_bytes(), {}
     for match in re.finditer(rb"\x00?([\w/]+/num_heads_kv)\x00", data):
         rank, kind, size, value = struct.unpack_from("<BBIi", data, match.end())
         assert (rank, kind, size) == (0, 3, 4)
-        found[match[1].decode()] = value
-    return found
+        result[match[1].decode()] = value
+    return result
 
 
 @needs_engine
@@ -107,10 +107,10 @@ def first_logits(folder, tokenizer, lines):
 
     rows = [tokenizer.convert_ids_to_tokens(tokenizer(line).input_ids) for line in lines]
     translator = ctranslate2.Translator(str(folder), intra_threads=1)
-    found = translator.translate_batch(
+    result = translator.translate_batch(
         rows, beam_size=1, return_logits_vocab=True, min_decoding_length=0, max_decoding_length=1
     )
-    return torch.stack([torch.from_numpy(numpy.array(each.logits[0][0])).flatten() for each in found])
+    return torch.stack([torch.from_numpy(numpy.array(item.logits[0][0])).flatten() for item in result])
 
 
 @pytest.mark.thorough
@@ -219,11 +219,11 @@ def test_exported_whisper_gives_equal_transcripts(heads, tmp_path, capsys):
         logits[:, [5, 6, *range(30, 60), *([7, 8] if step == 0 else [])]] = -torch.inf
         given = torch.cat([given, logits.argmax(-1, keepdim=True)], 1)
     whisper = ctranslate2.models.Whisper(str(tmp_path / "ct2"), intra_threads=1)
-    found = whisper.generate(
+    result = whisper.generate(
         ctranslate2.StorageView.from_array(features.numpy()), [prompt] * 3, beam_size=1, max_length=2 * NEW
     )
     expected = [row[: row.index(2)] if 2 in row else row for row in given[:, 2:].tolist()]
-    assert [each.sequences_ids[0] for each in found] == expected
+    assert [item.sequences_ids[0] for item in result] == expected
     assert len({token for row in expected for token in row}) > 2
 
 
@@ -271,15 +271,15 @@ HEARD = [
 
 
 @needs_engine
-@pytest.mark.parametrize("settings, said", HEARD, ids=lambda each: "-".join(each) or "none")
-def test_whisper_settings_are_in_the_printed_code_or_listed(settings, said, tmp_path, capsys):
+@pytest.mark.parametrize("settings, output_text", HEARD, ids=lambda item: "-".join(item) or "none")
+def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_text, tmp_path, capsys):
     folder = whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert not [each for each in said if each not in printed], printed
+    assert not [item for item in output_text if item not in printed], printed
     assert ("# replace <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
     unsaid = {"bad_words_ids", "return_timestamps"} & settings.keys()
     assert ("settings not exported" in printed) == bool(unsaid)
@@ -301,10 +301,10 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
         json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
     )
     export_ctranslate2(folder, tmp_path / "ct2")
-    found = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
+    result = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
     expected = model.generate(**batch, max_new_tokens=NEW, num_beams=1, do_sample=False)
-    assert found == written_to_the_end(expected, 2)
-    assert not free & {token for row in found for token in row}
+    assert result == written_to_the_end(expected, 2)
+    assert not free & {token for row in result for token in row}
 
 
 @pytest.mark.thorough
@@ -315,19 +315,19 @@ def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     written = export_ctranslate2(folder, tmp_path / "ct2", quantization=quantization)
     size, full = (
         (tmp_path / "ct2/model.bin").stat().st_size,
-        sum(each.numel() * 4 for each in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
+        sum(item.numel() * 4 for item in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
     )
     share = {"float32": 1, "float16": 0.5, "bfloat16": 0.5, "int16": 0.5}.get(quantization, 0.25)
     assert size < full * (share + 0.06)
     assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
     assert f"for CTranslate2, {quantization}" in written.summary()
-    found, said = written.agreement, " ".join(written.summary().split())
-    tokens = f"{found.same_tokens} of {found.tokens}"
+    result, output_text = written.agreement, " ".join(written.summary().split())
+    tokens = f"{result.same_tokens} of {result.tokens}"
     if quantization == "float32":
-        assert f"comparison {tokens} greedy tokens for 4 inputs" in said and "rounds" not in said
+        assert f"comparison {tokens} greedy tokens for 4 inputs" in output_text and "rounds" not in output_text
         return
-    assert f"comparison {found.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in said
-    assert f"{quantization} rounds" in said and "check the quality on your own data" in said
+    assert f"comparison {result.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in output_text
+    assert f"{quantization} rounds" in output_text and "check the quality on your own data" in output_text
 
 
 @needs_engine
@@ -435,9 +435,9 @@ def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, mo
     with pytest.raises(SystemExit):
         cli.main(["export", "x", "--to", "onnx", "--output_dir", "out", "--quantization", "int8"])
     assert "--quantization is only for --to ctranslate2" in capsys.readouterr().err
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else found(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else result(name, *rest)
     )
     assert cli.main(command) == 2
     assert "`pip install ctranslate2`" in capsys.readouterr().err

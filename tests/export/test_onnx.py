@@ -115,11 +115,11 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
-    found = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
-    found = found[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
-    assert found.tolist() == expected.tolist()
+    result = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
+    result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
+    assert result.tolist() == expected.tolist()
     # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
-    assert name in ("marian", "pegasus") or len(set(found.flatten().tolist())) > 3
+    assert name in ("marian", "pegasus") or len(set(result.flatten().tolist())) > 3
 
 
 @pytest.mark.slow
@@ -140,8 +140,8 @@ def test_real_t5_gives_equal_translations_in_onnx_runtime(kv_heads, opset, tmp_p
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "gqa").eval()
     expected = model.generate(**batch, max_new_tokens=60, do_sample=False, num_beams=1)
     source = {name: batch[name].numpy() for name in ("input_ids", "attention_mask")}
-    found = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
-    assert found.tolist() == expected.tolist()
+    result = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
+    assert result.tolist() == expected.tolist()
 
 
 ENCODER_CASES = [
@@ -180,8 +180,8 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     # A graph has no input that is not given: token types are 0.
     given = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
     for output in graph.get_outputs():
-        [found] = graph.run([output.name], given)
-        torch.testing.assert_close(torch.from_numpy(found), expected[output.name], atol=1e-4, rtol=0)
+        [result] = graph.run([output.name], given)
+        torch.testing.assert_close(torch.from_numpy(result), expected[output.name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_pat
         with pytest.raises(SystemExit):
             cli.main([*command, *options])
         assert message in capsys.readouterr().err
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     missing = ("onnxscript", "onnxruntime")
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else result(name, *rest)
     )
     assert cli.main(command) == 2
     assert "`pip install onnxscript onnxruntime`" in capsys.readouterr().err

@@ -63,10 +63,10 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     assert type(plain).__module__.startswith("transformers.models.")
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     batch = row.batch(head)
-    batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
-    expected, found = ours(**batch), plain.eval()(**batch)
-    assert found[0].dtype == torch.float64
-    torch.testing.assert_close(found[0], expected[0], atol=1e-9, rtol=0)
+    batch = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
+    expected, actual = ours(**batch), plain.eval()(**batch)
+    assert actual[0].dtype == torch.float64
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-9, rtol=0)
     if plain.can_generate() and "encoder_outputs" not in batch:
         prompt = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
         prompt = prompt if is_pair(row) else {"input_ids": batch["input_ids"]}
@@ -172,8 +172,8 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "a BertForSequenceClassification that does not need remote code" in printed and "4 -> 12" in printed
     assert "left out                    README.md\n" in printed
-    found = sorted(path.name for path in (tmp_path / "p").iterdir())
-    assert found == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
+    actual = sorted(path.name for path in (tmp_path / "p").iterdir())
+    assert actual == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
     assert json.loads((tmp_path / "p/tokenizer_config.json").read_text()) == {}
     (tmp_path / "ours/README.md").write_text("by hand")
     export_transformers(tmp_path / "ours", tmp_path / "again")

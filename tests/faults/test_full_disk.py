@@ -44,7 +44,7 @@ QUICK = ("convert", "export, transformers")
 def argv_of(command, source, flags, out):
     named = command in ("glue", "visualize")
     return [
-        str(each) for each in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
+        str(item) for item in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
     ] + [
         "--output_dir",
         str(out),
@@ -117,7 +117,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "most"),
-    [*((each, 8) for each in QUICK), *(pytest.param(each, None, marks=pytest.mark.slow) for each in COMMANDS)],
+    [*((item, 8) for item in QUICK), *(pytest.param(item, None, marks=pytest.mark.slow) for item in COMMANDS)],
 )
 def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_path):
     kind, flags, whole_or_nothing = COMMANDS[command]
@@ -130,7 +130,7 @@ def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_pat
             cli.main(["convert", str(source), "--output_dir", str(sources / "gqa"), "--num_key_value_heads", "2"]) == 0
         )
         source = sources / "gqa"
-    flags = [sources / "text/lines.txt" if each == "TEXT" else each for each in flags]
+    flags = [sources / "text/lines.txt" if item == "TEXT" else item for item in flags]
     (tmp_path / "runs").mkdir()
     call = (command, source, flags, whole_or_nothing, tmp_path / "runs", most)
     statuses, output = run_processes(1, fill_at_each_write, *call)

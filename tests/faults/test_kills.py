@@ -52,7 +52,7 @@ def train(bert, out, *more):
     argv += ["--max_length", 16, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3", "--logging_steps", 1]
     argv += ["--max_train_steps", 7, "--checkpointing_steps", 2, "--eval_steps", 3, "--metric_for_best_model", "loss"]
     argv += ["--save_total_limit", 2, "--cpu", "--disable_tqdm", *more]
-    glue.main(glue.parse_args([str(each) for each in argv]))
+    glue.main(glue.parse_args([str(item) for item in argv]))
 
 
 def log_of(out):
@@ -77,9 +77,9 @@ def test_killed_training_resumes(bert, tmp_path):
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
         assert log_of(out) == log_of(whole), at
-        found = contents(out)
-        assert found["model.safetensors"] == expected["model.safetensors"], at
-        assert found.keys() == expected.keys(), at
+        result = contents(out)
+        assert result["model.safetensors"] == expected["model.safetensors"], at
+        assert result.keys() == expected.keys(), at
         shutil.rmtree(out)
 
 

@@ -98,14 +98,14 @@ def make_old(sources, out):
 
 
 def argv_of(command, sources, out):
-    argv = [sources / each if isinstance(each, str) and each.isupper() else each for each in TRAININGS[command]]
-    return [str(each) for each in (command, *argv, *QUIET, "--output_dir", out)]
+    argv = [sources / item if isinstance(item, str) and item.isupper() else item for item in TRAININGS[command]]
+    return [str(item) for item in (command, *argv, *QUIET, "--output_dir", out)]
 
 
 def model_of(folder):
     """Return the files that make up the model in a folder, without hidden files."""
-    found = contents(folder)
-    return {name: found[name] for name in found if MODEL.fullmatch(name) and not name.startswith(".")}
+    result = contents(folder)
+    return {name: result[name] for name in result if MODEL.fullmatch(name) and not name.startswith(".")}
 
 
 def judged(folder, old, new):
@@ -122,10 +122,10 @@ def judged(folder, old, new):
             status, errors = called(argv)
             assert status == 2 and "killed while it replaced the model there. `mv" in errors[0], errors
         return "refused"
-    found, results = model_of(folder), (folder / "all_results.json")
+    result, results = model_of(folder), (folder / "all_results.json")
     AutoModel.from_pretrained(folder)
-    which = "old" if found == old else "new" if found == new else "mixed"
-    assert which != "mixed", {name for name in {*old, *new, *found} if found.get(name) not in (old.get(name),)}
+    which = "old" if result == old else "new" if result == new else "mixed"
+    assert which != "mixed", {name for name in {*old, *new, *result} if result.get(name) not in (old.get(name),)}
     if which == "old":
         assert results.read_text() == "{}"
     else:
@@ -137,13 +137,15 @@ def check_tokenizer(folder, old, new):
     """Check that the tokenizer raises an error, or that its files belong to one model."""
     from transformers import AutoTokenizer
 
-    found = {name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)}
+    result = {
+        name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)
+    }
     try:
         AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         return
-    assert found and any(found.items() <= model.items() for model in (old, new)), found.keys()
-    assert "tokenizer_config.json" in found, found.keys()
+    assert result and any(result.items() <= model.items() for model in (old, new)), result.keys()
+    assert "tokenizer_config.json" in result, result.keys()
 
 
 class Copies:
@@ -191,7 +193,7 @@ def copy_at_each_change(command, sources, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in TRAININGS if each not in QUICK)]
+    "command", [*QUICK, *(pytest.param(item, marks=pytest.mark.slow) for item in TRAININGS if item not in QUICK)]
 )
 def test_kill_at_each_change_leaves_one_model(command, sources, tmp_path):
     statuses, output = run_processes(1, copy_at_each_change, command, sources, tmp_path)
@@ -249,7 +251,7 @@ def fill_at_each_write(command, sources, folder, most):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "most"), [("glue", 6), *(pytest.param(each, None, marks=pytest.mark.slow) for each in TRAININGS)]
+    ("command", "most"), [("glue", 6), *(pytest.param(item, None, marks=pytest.mark.slow) for item in TRAININGS)]
 )
 def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_path):
     statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, most)
@@ -260,6 +262,6 @@ def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_pa
 def test_run_in_its_own_folder_keeps_the_files_of_its_model(sources, tmp_path):
     own = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
     (own / "README.md").write_text("---\nlicense: mit\n---\n")
-    argv = [each if each != str(sources / "SENTENCES") else str(own) for each in argv_of("uptrain", sources, own)]
+    argv = [item if item != str(sources / "SENTENCES") else str(own) for item in argv_of("uptrain", sources, own)]
     assert cli.main(argv) == 0
     assert (own / "README.md").exists() and (own / "modules.json").exists() and (own / "1_Pooling").is_dir()

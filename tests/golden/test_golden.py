@@ -36,13 +36,13 @@ WEIGHTS_TOLERANCE = 1e-5
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory):
     """The folder of an archive and the machine that made it, by the archive's name; unpacked once."""
-    found = {}
+    actual = {}
 
     def folder(name):
-        if name not in found:
+        if name not in actual:
             place = tmp_path_factory.mktemp(name)
-            found[name] = place, unpack(FOLDER / f"{name}.tar.xz", place)
-        return found[name]
+            actual[name] = place, unpack(FOLDER / f"{name}.tar.xz", place)
+        return actual[name]
 
     return folder
 
@@ -64,12 +64,12 @@ def check_outputs(folder, name):
         model_class = getattr(hf_attn_variants, architecture)
         model, info = model_class.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
-        found = outputs(model.eval(), inputs)
+        actual = outputs(model.eval(), inputs)
         largest = float(expected["logits"].abs().max())
-        torch.testing.assert_close(found["logits"], expected["logits"], atol=TOLERANCE * largest, rtol=0)
-        assert found.keys() == expected.keys()
+        torch.testing.assert_close(actual["logits"], expected["logits"], atol=TOLERANCE * largest, rtol=0)
+        assert actual.keys() == expected.keys()
         if "tokens" in expected:
-            assert torch.equal(found["tokens"], expected["tokens"])
+            assert torch.equal(actual["tokens"], expected["tokens"])
 
 
 @pytest.mark.parametrize("name", MODELS["repositories"])
@@ -111,11 +111,11 @@ def test_resumed_training_ends_with_the_recorded_weights(unpacked, tmp_path, nam
             assert results["train_loss"] == saved["train_loss"]
             assert (run / "out/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
             return
-        found, expected = load_file(run / "out/model.safetensors"), load_file(run / WEIGHTS)
-        assert found.keys() == expected.keys()
+        actual, expected = load_file(run / "out/model.safetensors"), load_file(run / WEIGHTS)
+        assert actual.keys() == expected.keys()
         largest = max(float(tensor.abs().max()) for tensor in expected.values())
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, atol=WEIGHTS_TOLERANCE * largest, rtol=0, msg=key)
+            torch.testing.assert_close(actual[key], tensor, atol=WEIGHTS_TOLERANCE * largest, rtol=0, msg=key)
 
 
 def test_archive_restores_the_same_bytes(tmp_path):

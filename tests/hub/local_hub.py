@@ -203,14 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = repository.commits.get(repository.resolve(revision) or "", {})
         prefix = f"{folder.strip('/')}/" if folder else ""
-        found = [
+        result = [
             {"type": "file", "path": name, "size": len(content), "oid": _blob_id(content)}
             for name, content in sorted(files.items())
             if name.startswith(prefix)
         ]
-        if prefix and not found:
+        if prefix and not result:
             return self._json({"error": "no such folder"}, 404, **{"X-Error-Code": "EntryNotFound"})
-        self._json(found)
+        self._json(result)
 
     def branch(self, repo_id, name):
         repository = self._allowed() and self._repository(repo_id)
@@ -226,22 +226,22 @@ class _Handler(BaseHTTPRequestHandler):
             return
         existing = repository.commits[repository.resolve(revision)]
         files = []
-        for each in json.loads(self.body)["files"]:
-            is_lfs = each["size"] > LFS_BYTES or each["path"].endswith(".safetensors")
-            content = existing.get(each["path"])
+        for item in json.loads(self.body)["files"]:
+            is_lfs = item["size"] > LFS_BYTES or item["path"].endswith(".safetensors")
+            content = existing.get(item["path"])
             oid = None if content is None else hashlib.sha256(content).hexdigest() if is_lfs else _blob_id(content)
             mode = "lfs" if is_lfs else "regular"
-            files.append({"path": each["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            files.append({"path": item["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": files})
 
     def lfs_batch(self, repo_id):
         if not self._allowed():
             return
         objects = []
-        for each in json.loads(self.body)["objects"]:
-            known = each["oid"] in self.hub.objects
-            actions = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}", "header": {}}}
-            objects.append(each if known else each | {"actions": actions})
+        for item in json.loads(self.body)["objects"]:
+            known = item["oid"] in self.hub.objects
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}", "header": {}}}
+            objects.append(item if known else item | {"actions": actions})
         self._json({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid):

@@ -140,8 +140,8 @@ def test_loss_is_a_score_only_without_other_metrics(folder):
 )
 def test_scores_of_other_scripts_are_separated_from_counts_and_times(folder, results, expected):
     (folder / "all_results.json").write_text(json.dumps(results))
-    found = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
-    assert {(each.dataset_name, each.dataset_split, each.metric_type) for each in found} == expected
+    actual = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    assert {(item.dataset_name, item.dataset_split, item.metric_type) for item in actual} == expected
 
 
 def test_further_evaluations_are_validated(folder):
@@ -204,7 +204,7 @@ def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
         "--output_dir",
         tmp_path / "scored",
     ]
-    assert cli.main([str(each) for each in argv]) == 0
+    assert cli.main([str(item) for item in argv]) == 0
     text = str(model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
     assert "optimizer steps" not in text and "| source.txt | validation | bleu |" in text
@@ -364,7 +364,7 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
 
 
 @pytest.mark.parametrize(
-    "fields, tags, papers, said",
+    "fields, tags, papers, printed",
     [
         (
             {"cross_kv_lora_rank": 40},
@@ -393,12 +393,12 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     ],
     ids=["exact", "low rank", "by layer", "in a layer"],
 )
-def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, said):
+def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
     T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5-latent"))
     assert front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
-    assert said in text
+    assert printed in text
     if "cross_kv_lora_rank" in fields:
         size, name = fields["cross_kv_lora_rank"], "bytes of cache per encoder token (float32, all layers)"
         assert f"{name} | {4 * size} (multi-head: {4 * 2 * 2 * 96:,})" in text

@@ -164,12 +164,12 @@ def test_peft_finds_target_modules_without_this_package(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     lora = peft.LoraConfig(r=2, target_modules=["query", "value", "q", "v"])
     adapted = [peft.get_peft_model(model, lora) for model in models.values()]
-    assert json.loads(result.stdout.splitlines()[-1]) == [each.get_nb_trainable_parameters()[0] for each in adapted]
+    assert json.loads(result.stdout.splitlines()[-1]) == [item.get_nb_trainable_parameters()[0] for item in adapted]
 
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
 def test_shipped_files_import_only_torch_transformers_and_siblings(path):
-    siblings = {each.stem for each in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
+    siblings = {item.stem for item in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
     guarded = {"triton"}
     standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
     standard |= {"functools", "inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
@@ -190,17 +190,17 @@ def test_shipped_files_import_only_torch_transformers_and_siblings(path):
 def test_only_one_shipped_file_opens_files():
     """Check that only the code that copies itself when a model is saved reads or writes files."""
     opening = {"read_text", "read_bytes", "write_text", "write_bytes", "open", "unlink", "iterdir", "glob", "rglob"}
-    found = {
+    actual = {
         path.name
         for path in TRAVELLING
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in opening
     }
-    assert found == {"remote_code.py"}
+    assert actual == {"remote_code.py"}
 
 
 @pytest.mark.parametrize("mechanisms", [None, frozenset(), frozenset({"patterns"})], ids=["all", "none", "patterns"])
-@pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda each: each.model_type)
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda item: item.model_type)
 def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, tmp_path):
     """Check the imports that Transformers finds with a regular expression, also in docstrings."""
     from transformers.dynamic_module_utils import get_relative_imports
@@ -211,7 +211,7 @@ def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, 
     assert {*files} <= file_names()
     for name, text in files.items():
         assert text == (tmp_path / name).read_text(encoding="utf-8")
-        assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+        assert {f"{item}.py" for item in get_relative_imports(tmp_path / name)} <= files.keys(), name
         assert not undefined_names(text), name
 
 
@@ -244,7 +244,7 @@ def test_user_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
     assert hf_attn_variants.AttnVariantBertModel._auto_class is None and derived.Derived._auto_class == "AutoModel"
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     derived.Derived.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    ours, theirs = ({path.name for path in (tmp_path / each).glob("*.py")} for each in ("ours", "theirs"))
+    ours, theirs = ({path.name for path in (tmp_path / item).glob("*.py")} for item in ("ours", "theirs"))
     assert theirs == ours | {"derived.py"}
     auto_map = json.loads((tmp_path / "theirs/config.json").read_text())["auto_map"]
     assert auto_map["AutoModel"] == "derived.Derived" and len(auto_map) > 5

@@ -21,7 +21,7 @@ def test_example_card_is_as_generated_with_valid_metadata(path):
     assert is_untouched(text), "edited by hand: generate it again"
     data = ModelCard.load(path, ignore_metadata_errors=False).data
     assert data.license and data.pipeline_tag and "attn-variants" in data.tags
-    assert data.eval_results and all(isinstance(each.metric_value, float) for each in data.eval_results)
+    assert data.eval_results and all(isinstance(item.metric_value, float) for item in data.eval_results)
     for section in ("## Heads", "## Use", "## Conversion", "## Scores", "## Limits", "## License", "## Papers"):
         assert f"\n{section}\n" in text
     assert "/tmp" not in text and "/work" not in text

@@ -43,7 +43,7 @@ QUIET = ["--cpu", "--disable_tqdm"]
 
 
 def run(*argv):
-    assert cli.main([str(each) for each in argv]) == 0
+    assert cli.main([str(item) for item in argv]) == 0
 
 
 def front_matter(card):
@@ -109,9 +109,9 @@ def test_uploaded_files_name_no_local_folder(tuned):
 def test_example_of_a_pair_task_runs_with_a_pair(tuned):
     block = re.search(r"```python\n(.*?)```", str(model_card(tuned, "me/x")), re.DOTALL)[1]
     assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block
-    found = {}
-    exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), found)
-    assert found["inputs"]["token_type_ids"].unique().tolist() == [0, 1]
+    actual = {}
+    exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), actual)
+    assert actual["inputs"]["token_type_ids"].unique().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -161,7 +161,7 @@ def test_continued_run_in_the_same_folder_is_one_training(tuned, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(outputs, "write_results", interrupted)
-    assert cli.main([str(each) for each in (*argv, "--overwrite_output_dir")]) == 130
+    assert cli.main([str(item) for item in (*argv, "--overwrite_output_dir")]) == 130
     assert (folder / "all_results.json").is_file()
     monkeypatch.undo()
     run(*argv, "--resume_from_checkpoint", "latest")
@@ -180,7 +180,7 @@ def test_full_disk_keeps_the_history(tuned, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    assert cli.main([str(each) for each in argv]) == 2
+    assert cli.main([str(item) for item in argv]) == 2
     monkeypatch.undo()
     assert read_history(folder) == before and len(before.steps) == 3 and before.metadata["license"] == "mit"
     assert not list(folder.glob(".tmp-*"))
@@ -380,8 +380,8 @@ for found in map(source_history, sys.argv[1:]):
     command = [sys.executable, "-c", code, "me/tuned", "me/plain"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
-    found = list(map(json.loads, result.stdout.splitlines()))
-    assert found == [[["conversion", "training"], "mit", []], [[], None, []]]
+    actual = list(map(json.loads, result.stdout.splitlines()))
+    assert actual == [[["conversion", "training"], "mit", []], [[], None, []]]
     assert not any("safetensors" in request for request in hub.requests)
 
 

@@ -130,7 +130,7 @@ def test_notes_and_evaluations_are_read_from_files(converted, tmp_path, capsys):
     ],
 )
 def test_push_user_error_is_one_line_with_status_2(converted, capsys, more, message):
-    arguments = [str(converted) if each == "CONVERTED" else each for each in more]
+    arguments = [str(converted) if item == "CONVERTED" else item for item in more]
     assert run_script(lambda: main(parse_args([*arguments, "--dry_run"]))) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error

@@ -33,9 +33,9 @@ def edit(path, **fields):
 
 def sent(plan, folder):
     """Return each uploaded file."""
-    found = {name: _get_payload(plan.folder, name) for name in plan.files}
-    read = {name: each if isinstance(each, bytes) else open(each, "rb").read() for name, each in found.items()}
-    assert {name: len(each) for name, each in read.items()} == plan.files
+    result = {name: _get_payload(plan.folder, name) for name in plan.files}
+    read = {name: item if isinstance(item, bytes) else open(item, "rb").read() for name, item in result.items()}
+    assert {name: len(item) for name, item in read.items()} == plan.files
     return read | {"README.md": plan.card.encode()}
 
 
@@ -89,8 +89,8 @@ def test_model_and_tokenizer_files_name_no_folder(folder):
     (folder / "notes.txt").write_text(f"see {HOME}/x\n")
     plan = plan_push(folder, "me/x")
     files = sent(plan, folder)
-    told = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
-    assert told == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
+    outcome = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
+    assert outcome == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
     assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
     assert plan.left_out["setup.txt"] == "contains a token, or an address with a password"
     settings = json.loads(files["tokenizer_config.json"])

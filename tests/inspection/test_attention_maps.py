@@ -56,9 +56,9 @@ def test_last_stage_equals_the_returned_weights(tokenizer, architecture, variant
         names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     with torch.no_grad():
         outputs = model(**inputs, output_attentions=True, **({"use_cache": False} if architecture == "t5" else {}))
-    found = maps_of(tokenizer, architecture, variant).attentions
-    assert len(found) == sum(len(getattr(outputs, name)) for name in names.values())
-    for maps in found:
+    result = maps_of(tokenizer, architecture, variant).attentions
+    assert len(result) == sum(len(getattr(outputs, name)) for name in names.values())
+    for maps in result:
         expected = getattr(outputs, names[maps.site])[maps.layer][0]
         torch.testing.assert_close(maps.stages[-1].maps, expected, rtol=1e-5, atol=1e-6)
         assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
@@ -84,8 +84,8 @@ def test_patterns_kernels_and_scores_are_shown(tokenizer, fields, variant):
     model, ids = BERT.model("BertModel", variant, **fields), torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.no_grad():
         expected = model(ids, output_attentions=True).attentions
-    found = attention_maps(model, tokenizer, TEXT).attentions
-    for maps, weights in zip(found, expected, strict=True):
+    result = attention_maps(model, tokenizer, TEXT).attentions
+    for maps, weights in zip(result, expected, strict=True):
         torch.testing.assert_close(maps.stages[-1].maps, weights[0], rtol=1e-5, atol=1e-6)
         assert weights.shape[2:] == (len(maps.query_tokens), len(maps.key_tokens))
         if variant == "gqa_talking":
@@ -219,9 +219,9 @@ def test_page_contains_every_value(tokenizer, architecture, variant):
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
     assert content["attentions"][0]["name"].endswith("layer 0")  # as in reports and cards
-    for found, expected in zip(content["attentions"], maps.attentions, strict=True):
-        assert found["name"] == expected.name and tuple(found["rows"]) == expected.query_tokens
-        for stage, wanted in zip(found["stages"], expected.stages, strict=True):
+    for result, expected in zip(content["attentions"], maps.attentions, strict=True):
+        assert result["name"] == expected.name and tuple(result["rows"]) == expected.query_tokens
+        for stage, wanted in zip(result["stages"], expected.stages, strict=True):
             levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(wanted.maps.shape)
             values = numpy.where(levels == 0, numpy.nan, stage["lowest"] + (levels.astype(float) - 1) * stage["step"])
             numpy.testing.assert_allclose(values, wanted.maps.numpy(), atol=stage["step"])

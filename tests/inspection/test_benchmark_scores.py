@@ -39,10 +39,10 @@ def test_glue_average_first_averages_the_metrics_of_a_task(write, capsys):
         "mnli": {"accuracy": 0.8, "accuracy_mm": 0.9},
     }
     folders = [write(task, task, **scores.get(task, {"accuracy": 0.6})) for task in GLUE]
-    [found] = average(*folders)["glue"]
+    [result] = average(*folders)["glue"]
     expected = (0.5 + 0.75 + 0.85 + 0.8 + 0.85 + 4 * 0.6) / 9
-    assert found["average"] == {"mean": pytest.approx(expected), "deviation": None, "seeds": [1]}
-    assert not found["missing"] and list(found["tasks"]) == GLUE
+    assert result["average"] == {"mean": pytest.approx(expected), "deviation": None, "seeds": [1]}
+    assert not result["missing"] and list(result["tasks"]) == GLUE
     printed = capsys.readouterr().out
     assert f"{100 * expected:.1f}\n" in printed and "±" not in printed and " of 9" not in printed
 
@@ -55,13 +55,13 @@ def test_models_have_rows_with_mean_and_spread_over_seeds(write, tmp_path, capsy
         for (task, seed), pair in values.items()
     ]
     folders.append(write("other", "mrpc", 1, "a/b", accuracy=0.9, f1=0.9))
-    found = average(*folders, output_file=tmp_path / "scores.json")
-    first, second = found["glue"]
+    result = average(*folders, output_file=tmp_path / "scores.json")
+    first, second = result["glue"]
     by_seed = [statistics.fmean(values["mrpc", seed]) for seed in (1, 2, 3)]
     assert first["tasks"]["mrpc"]["mean"] == pytest.approx(statistics.fmean(by_seed))
     assert first["tasks"]["mrpc"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
     assert first["tasks"]["mrpc"]["seeds"] == {
-        seed: pytest.approx(each) for seed, each in zip((1, 2, 3), by_seed, strict=True)
+        seed: pytest.approx(item) for seed, item in zip((1, 2, 3), by_seed, strict=True)
     }
     assert first["average"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
     assert (first["model"], second["model"]) == ("./bert", "a/b") and "cola" in first["missing"]
@@ -74,25 +74,25 @@ def test_models_have_rows_with_mean_and_spread_over_seeds(write, tmp_path, capsy
 def test_spread_of_the_average_uses_seeds_common_to_all_tasks(write):
     folders = [write(f"rte{seed}", "rte", seed, accuracy=seed / 10) for seed in (1, 2, 3)]
     folders += [write(f"wnli{seed}", "wnli", seed, accuracy=0.5) for seed in (2, 3, 4)]
-    [found] = average(*folders)["glue"]
-    assert found["average"]["mean"] == pytest.approx((0.2 + 0.5) / 2) and found["average"]["seeds"] == [2, 3]
-    assert found["average"]["deviation"] == pytest.approx(statistics.stdev([0.35, 0.4]))
+    [result] = average(*folders)["glue"]
+    assert result["average"]["mean"] == pytest.approx((0.2 + 0.5) / 2) and result["average"]["seeds"] == [2, 3]
+    assert result["average"]["deviation"] == pytest.approx(statistics.stdev([0.35, 0.4]))
 
 
 def test_rte_of_glue_and_superglue_are_distinguished(write):
     other = write("b", "rte", dataset={"dataset_name": "SuperGLUE RTE"}, accuracy=0.7)
-    found = average(write("a", "rte", accuracy=0.5), other)
-    assert found["glue"][0]["average"]["mean"] == 0.5
-    assert found["left_out"] == {str(other): "its task is not a GLUE task"}
+    result = average(write("a", "rte", accuracy=0.5), other)
+    assert result["glue"][0]["average"]["mean"] == 0.5
+    assert result["left_out"] == {str(other): "its task is not a GLUE task"}
 
 
 def test_incomplete_runs_are_skipped_and_named(write, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     part = write("part", "cola", arguments={"max_eval_samples": 5}, matthews_correlation=1.0)
     other = write("other", "squad", f1=90.0)
-    found = average(write("good", "cola", matthews_correlation=0.5), part, other, tmp_path / "empty")
-    assert found["glue"][0]["average"]["mean"] == 0.5
-    assert found["left_out"] == {
+    result = average(write("good", "cola", matthews_correlation=0.5), part, other, tmp_path / "empty")
+    assert result["glue"][0]["average"]["mean"] == 0.5
+    assert result["left_out"] == {
         str(part): "it was evaluated only on the first 5 rows of the dev set",
         str(other): "its task is not a GLUE task",
         str(tmp_path / "empty"): "it has no all_results.json",
@@ -116,15 +116,15 @@ def test_runs_that_cannot_be_averaged_raise_an_error(write, tmp_path, capsys):
 
 def test_run_with_an_undefined_score_is_skipped(write, capsys):
     constant = write("one", "stsb", pearson=None, spearmanr=0.5)
-    found = average(constant, write("two", "rte", accuracy=0.6))
-    assert found["left_out"][str(constant)].startswith("eval_pearson is undefined")
-    assert list(found["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
+    result = average(constant, write("two", "rte", accuracy=0.6))
+    assert result["left_out"][str(constant)].startswith("eval_pearson is undefined")
+    assert list(result["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
 
 
 def test_run_with_nan_loss_is_skipped(write, capsys):
     folders = [write("good", "sst2", 1, accuracy=0.9, loss=0.2), write("nan", "sst2", 2, accuracy=0.5, loss=None)]
-    [found] = average(*folders)["glue"]
-    assert found["tasks"]["sst2"]["seeds"] == {1: 0.9}
+    [result] = average(*folders)["glue"]
+    assert result["tasks"]["sst2"]["seeds"] == {1: 0.9}
     assert "its dev loss is not a number" in capsys.readouterr().out
 
 

@@ -82,7 +82,7 @@ def test_combined_conversions_equal_a_single_conversion(source):
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
         assert same_tensors(made[str(fields)], at_once), fields
-        ours, theirs = (each.config.to_diff_dict() for each in (made[str(fields)], at_once))
+        ours, theirs = (item.config.to_diff_dict() for item in (made[str(fields)], at_once))
         assert ours == {name: value for name, value in theirs.items() if name != "architectures"}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -249,7 +249,7 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
     ]
     rows.append(row("worse", 10, 0.4))
     marked = _marked(rows)
-    assert [each.name for each in marked if each.on_frontier] == ["source", "a", "b", "twin"]
+    assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
     assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
         None,
@@ -268,7 +268,7 @@ def test_default_variants_are_valid_for_the_model():
         T5.config_class.from_upstream(config, **fields)
     # an encoder alone: no exact latent, which would save nothing there
     encoder = default_options(config, "encoder_num_key_value_heads", decodes=False)
-    assert {each for fields in encoder for each in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
+    assert {item for fields in encoder for item in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert {"encoder_kv_lora_rank": 512} not in encoder
     heads = [fields["encoder_num_key_value_heads"] for fields in encoder if "encoder_num_key_value_heads" in fields]
     assert heads == [4, 2, 1]
@@ -309,7 +309,7 @@ def test_unsupported_source_error_names_the_source(fields, message):
 def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
     assert _lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
-    bart = next(each for each in RELATIVES if each.name == "bart").config(max_position_embeddings=144)
+    bart = next(item for item in RELATIVES if item.name == "bart").config(max_position_embeddings=144)
     assert _lengths(bart, calibration, 512, 1024) == (144, 144) and _lengths(bart, calibration, 64, 32) == (64, 32)
     assert _lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
 
@@ -371,12 +371,12 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     assert status == 0
     printed = capsys.readouterr().out
     assert (out / "frontier.png").stat().st_size > 10_000
-    found = json.loads((out / "frontier.json").read_text())
-    assert found["rows"][0]["fields"] == {} and len(found["rows"]) == 6
-    assert found["chosen"]["name"] == "MHA + cross latent 12 + latent 4" and found["chosen"]["command"] in printed
-    assert found["held_out_texts"] == 140
+    result = json.loads((out / "frontier.json").read_text())
+    assert result["rows"][0]["fields"] == {} and len(result["rows"]) == 6
+    assert result["chosen"]["name"] == "MHA + cross latent 12 + latent 4" and result["chosen"]["command"] in printed
+    assert result["held_out_texts"] == 140
     monkeypatch.chdir(tmp_path)
-    command = shlex.split(found["chosen"]["command"])
+    command = shlex.split(result["chosen"]["command"])
     assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
     converted, tokenizer = load_source(command[-1], Calibration(["a", "b"]))
     texts, answers = lines_of_words(300), lines_of_words(300, 1)
@@ -386,7 +386,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
     text = held_out_text(model, tokenizer, split_text(used, everything, 512, seed=3))
     above, error = _difference(text.losses(converted), text.losses(model))
-    [measured] = [each for each in found["rows"] if each["name"] == found["chosen"]["name"]]
+    [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
     report = json.loads((tmp_path / command[-1] / "conversion_report.json").read_text())
@@ -401,15 +401,15 @@ def test_encoder_frontier_uses_parameters(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     status, out = frontier_of(folder, tmp_path, "--json", "--kv_lora_rank", "16", "--num_key_value_heads", "2")
     assert status == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((out / "frontier.json").read_text())
-    assert "cosine" in found["measure"] and found["chosen"] is None and found["held_out_texts"] == 40
-    source, *others = found["rows"]
-    assert source["kv_cache_bytes"] is None and {each["name"] for each in others} == {"MHA + latent 16", "GQA-2"}
-    for each in others:
-        assert 0 < each["loss_above"] < 1 and each["parameters"] < source["parameters"]
-        config = AttnVariantBertConfig.from_pretrained(folder, **each["fields"])
-        assert each["parameters"] == AttnVariantBertModel(config).num_parameters()
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((out / "frontier.json").read_text())
+    assert "cosine" in result["measure"] and result["chosen"] is None and result["held_out_texts"] == 40
+    source, *others = result["rows"]
+    assert source["kv_cache_bytes"] is None and {item["name"] for item in others} == {"MHA + latent 16", "GQA-2"}
+    for item in others:
+        assert 0 < item["loss_above"] < 1 and item["parameters"] < source["parameters"]
+        config = AttnVariantBertConfig.from_pretrained(folder, **item["fields"])
+        assert item["parameters"] == AttnVariantBertModel(config).num_parameters()
 
 
 @pytest.mark.thorough
@@ -419,14 +419,14 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     (tmp_path / "other.txt").write_text("\n".join(lines_of_words(9, seed=5)) + "\n")
     flags = ("--json", "--num_key_value_heads", "2", "--held_out_file", str(tmp_path / "other.txt"))
     status, _ = frontier_of(folder, tmp_path, *flags)
-    found = json.loads(capsys.readouterr().out)
-    assert status == 0 and found["held_out_texts"] == 9
+    result = json.loads(capsys.readouterr().out)
+    assert status == 0 and result["held_out_texts"] == 9
     model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
-    assert found["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
+    assert result["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -460,21 +460,21 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     argv = ["frontier", str(checkpoint), "--calibration_audio_dir", str(audio), "--calibration_size", "28", "--json"]
     ranks = ["--cross_kv_lora_rank", "48", "8", "--encoder_num_key_value_heads", "2", "--loss", "100"]
     assert cli.main([*argv, *ranks, "--output_dir", str(out)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["held_out_texts"] == 12 and "transcripts" in found["measure"] and (out / "frontier.png").exists()
-    rows = {json.dumps(row["fields"]): row for row in found["rows"]}
+    result = json.loads(capsys.readouterr().out)
+    assert result["held_out_texts"] == 12 and "transcripts" in result["measure"] and (out / "frontier.png").exists()
+    rows = {json.dumps(row["fields"]): row for row in result["rows"]}
     exact, short = (rows[json.dumps({"cross_kv_lora_rank": rank})] for rank in (48, 8))
     assert abs(exact["loss_above"]) < 1e-5 < abs(short["loss_above"])
-    assert found["source_length"] == 20 and found["length"] == 40
+    assert result["source_length"] == 20 and result["length"] == 40
     assert rows[json.dumps({"encoder_num_key_value_heads": 2})]["name"] == "MHA + encoder GQA-2"
     monkeypatch.chdir(tmp_path)
-    assert cli.main(shlex.split(found["chosen"]["command"])[1:]) == 0
+    assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
     # By hand: the files that were not drawn, what the source writes of each, and the model that the command made.
     extractor = feature_extractor()
     drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]
     source, _ = load_source(str(checkpoint), drawn)
-    made, _ = load_source(shlex.split(found["chosen"]["command"])[-1], drawn)
+    made, _ = load_source(shlex.split(result["chosen"]["command"])[-1], drawn)
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
@@ -483,7 +483,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
             logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
         places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]
         losses += nn.functional.cross_entropy(logits[places], ids[0, 1:][places], reduction="none").tolist()
-    chosen = next(row for row in found["rows"] if row["name"] == found["chosen"]["name"])
+    chosen = next(row for row in result["rows"] if row["name"] == result["chosen"]["name"])
     assert chosen["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 

@@ -30,14 +30,14 @@ def test_encoders_compile_into_one_graph(architecture, variant):
     model = architecture.model(BASES[architecture.name], variant)
     batch = architecture.batch(BASES[architecture.name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(**batch).last_hidden_state
-    torch.testing.assert_close(found, model(**batch).last_hidden_state, atol=1e-6, rtol=0)
+    actual = compiled(**batch).last_hidden_state
+    torch.testing.assert_close(actual, model(**batch).last_hidden_state, atol=1e-6, rtol=0)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "variant", ["gqa", "latent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "talking"))]
+    "variant", ["gqa", "latent", *(pytest.param(item, marks=pytest.mark.slow) for item in ("mqa", "talking"))]
 )
 @torch.no_grad()
 def test_t5_decoding_step_compiles_once(variant):
@@ -87,6 +87,6 @@ def test_generate_compiles_one_step_for_all_batch_sizes(fields):
         ids = torch.randint(5, 40, (batch, length))
         options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
         expected = model.generate(**options)
-        found = model.generate(**options, cache_implementation="static", compile_config=compiling)
-        assert torch.equal(found, expected), batch
+        actual = model.generate(**options, cache_implementation="static", compile_config=compiling)
+        assert torch.equal(actual, expected), batch
         assert counters["stats"]["unique_graphs"] and not counters["graph_break"]

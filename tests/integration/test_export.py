@@ -73,8 +73,8 @@ def check_export(model):
     assert namespaces == {"aten"}
     for size in OTHERS:
         inputs = sentences(*size)
-        found = program.module()(**inputs).last_hidden_state
-        torch.testing.assert_close(found, model(**inputs).last_hidden_state, atol=1e-5, rtol=0)
+        actual = program.module()(**inputs).last_hidden_state
+        torch.testing.assert_close(actual, model(**inputs).last_hidden_state, atol=1e-5, rtol=0)
 
 
 def onnx_session(program):
@@ -99,9 +99,9 @@ def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
     session = onnx_session(program)
     for size in OTHERS:
         inputs = sentences(*size)
-        found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
         expected = model(**inputs).last_hidden_state
-        torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(actual), expected, atol=1e-4, rtol=0)
 
 
 # The inputs of a decoding step's graph.
@@ -181,5 +181,5 @@ def test_decoding_step_with_a_latent_cache_runs_in_onnx(opset):
     for size in ((1, 4, 2), (10, 30, 7)):
         inputs, expected = decoding_step(model, *size)
         given = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
-        found = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
-        torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-4, rtol=0)
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
+        torch.testing.assert_close(torch.from_numpy(actual[0]), expected, atol=1e-4, rtol=0)

@@ -79,10 +79,10 @@ def test_lora_on_latent_projections_affects_decoding(target, rank, form):
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
-    found = torch.stack(adapted.generate(**inputs, **scores).scores)
-    assert (found - plain[: len(found)]).abs().max() > 0.1
+    actual = torch.stack(adapted.generate(**inputs, **scores).scores)
+    assert (actual - plain[: len(actual)]).abs().max() > 0.1
     merged = torch.stack(adapted.merge_and_unload().generate(**inputs, **scores).scores)
-    torch.testing.assert_close(found, merged, atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, merged, atol=1e-4, rtol=0)
 
 
 @FOR_BOTH
@@ -144,8 +144,8 @@ def test_unsupported_prefix_raises_an_error(head):
         upstream = row.upstream_model(head)
         plain = upstream.generate(**options).logits
         with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache` are set"):
-            found = tuned(upstream).generate(**options).logits
-        torch.testing.assert_close(torch.stack(found), torch.stack(plain))
+            actual = tuned(upstream).generate(**options).logits
+        torch.testing.assert_close(torch.stack(actual), torch.stack(plain))
 
 
 def test_prefix_needs_no_sizes_for_regular_head_sizes():

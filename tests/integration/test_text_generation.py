@@ -18,14 +18,14 @@ def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
     generate = pipeline("text-generation", model=str(tmp_path))
     text = "two dogs run in"
     options = {"max_new_tokens": 6, "do_sample": False}
-    (found,) = generate(text, **options, return_full_text=False)
+    (result,) = generate(text, **options, return_full_text=False)
     inputs = tokenizer(text, return_tensors="pt")
     # token by token, each time the whole text anew
     ids = inputs.input_ids
     for _ in range(6):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     continued = ids[0, inputs.input_ids.shape[1] :]
-    assert found["generated_text"].strip() == tokenizer.decode(continued, skip_special_tokens=True).strip()
+    assert result["generated_text"].strip() == tokenizer.decode(continued, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -23,8 +23,8 @@ def in_int8(folder):
 
 
 def error(model, quantized, inputs):
-    expected, found = (each(**inputs).last_hidden_state for each in (model, quantized))
-    return (found - expected).norm() / expected.norm()
+    expected, actual = (item(**inputs).last_hidden_state for item in (model, quantized))
+    return (actual - expected).norm() / expected.norm()
 
 
 @pytest.mark.parametrize("talking_heads", [None, "both"])

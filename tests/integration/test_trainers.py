@@ -45,10 +45,12 @@ def changed(before, model):
     return [name for name, p in model.named_parameters() if not torch.equal(before[name], p)]
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
+def assert_close(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
 
 
 def copies(model):
@@ -97,9 +99,9 @@ def test_compute_metrics_receives_the_outputs_of_transformers(architecture, head
     for model in (upstream, plain):
         trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS), eval_dataset=rows, compute_metrics=metrics)
         assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
-    expected, found = seen
-    assert (found.label_ids == expected.label_ids).all()
-    torch.testing.assert_close(found.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
+    expected, actual = seen
+    assert (actual.label_ids == expected.label_ids).all()
+    torch.testing.assert_close(actual.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
 
 
 def test_optuna_search_trains_variants(heads, tmp_path):

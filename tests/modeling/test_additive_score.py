@@ -48,15 +48,15 @@ def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
     added = bias.double() + torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     query, key, value, W, U, v = exact
     expected = reference_scores.additive_attention(query, key, value, W, U, v, mask=added).transpose(1, 2)
-    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
     with torch.no_grad():
         again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
-    torch.testing.assert_close(again, found)
+    torch.testing.assert_close(again, actual)
 
 
 def test_additive_scores_allocate_no_tensor_of_queries_by_keys_by_d(monkeypatch):
@@ -105,9 +105,9 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
         return formula(*args, **options)
 
     with torch.no_grad():
-        found = [model(**batch)[0]]
+        actual = [model(**batch)[0]]
         model.set_attn_implementation("eager")
-        found.append(model(**batch)[0])
+        actual.append(model(**batch)[0])
         model.set_attn_implementation("sdpa")
         monkeypatch.setattr(
             hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: counted
@@ -118,9 +118,11 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
         )
         expected = model(**batch)[0]
     assert len(calls) == sum(model.module_runs(model.config, path) for _, path, _ in model.named_attentions())
-    real = batch["attention_mask"].bool() if found[0].shape[:2] == batch.get("attention_mask", found[0]).shape else ...
-    for each in found:
-        torch.testing.assert_close(each[real], expected[real], atol=1e-5, rtol=0)
+    real = (
+        batch["attention_mask"].bool() if actual[0].shape[:2] == batch.get("attention_mask", actual[0]).shape else ...
+    )
+    for item in actual:
+        torch.testing.assert_close(item[real], expected[real], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mqa", "talking", "latent"])
@@ -130,8 +132,8 @@ def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
     batch.pop("decoder_input_ids")
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
     weights = model(**batch, decoder_input_ids=token_ids(), output_attentions=True).decoder_attentions
     assert weights[0].shape == (3, 12, 9, 9) and not weights[0].triu(1).any()
 
@@ -173,7 +175,7 @@ def test_additive_scores_train_in_half_precision():
     model = T5.model("T5ForConditionalGeneration", "gqa", **ADDITIVE).train()
     batch = T5.batch("T5ForConditionalGeneration", labels=True)
     model(**batch).loss.backward()
-    assert all(each.grad.abs().sum() > 0 for name, each in model.named_parameters() if ".score." in name)
+    assert all(item.grad.abs().sum() > 0 for name, item in model.named_parameters() if ".score." in name)
     exact = model.eval()(**batch).loss
     assert model.bfloat16()(**batch).loss.float().item() == pytest.approx(exact.item(), rel=0.05)
 
@@ -223,11 +225,11 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     for site, _, module in model.named_attentions():
         assert (module.get_submodule(site.core).score is not None) == (site.place_prefix == place)
     with torch.no_grad():
-        found = model(**batch)[0]
+        actual = model(**batch)[0]
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert again(**batch)[0].equal(found)
+        assert again(**batch)[0].equal(actual)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["per_layer_values"] is None and again.config.per_layer_values is None
     assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
@@ -237,7 +239,7 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     interface = hf_attn_variants.modeling.attention.attention_interface
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)
     with torch.no_grad():
-        torch.testing.assert_close(model(**batch)[0], found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(**batch)[0], actual, atol=1e-5, rtol=0)
 
 
 @PAIRS
@@ -247,9 +249,9 @@ def test_additive_cross_attention_generates_with_a_cache(row, beams):
     model, batch = row.model(head, cross_score_function="additive", num_key_value_heads=1), row.batch(head)
     batch.pop("decoder_input_ids")
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    found = model.generate(**batch, **options)
-    assert found.equal(model.generate(**batch, **options, use_cache=False))
-    assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+    actual = model.generate(**batch, **options)
+    assert actual.equal(model.generate(**batch, **options, use_cache=False))
+    assert actual.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
 def test_per_place_score_errors_name_the_field(tmp_path):

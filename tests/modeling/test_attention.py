@@ -160,9 +160,9 @@ def test_mask_and_is_causal_are_combined(additive, bias):
     both = allowed & torch.ones(6, 6, dtype=torch.bool).tril()
     expected = attention_with_weights(query, key, value, both, position_bias, scaling=0.3)[0]
     for function in (fused_attention, lambda *call, **options: attention_with_weights(*call, **options)[0]):
-        found = function(query, key, value, mask, position_bias, scaling=0.3, is_causal=True)
-        torch.testing.assert_close(found[0, 1:], expected[0, 1:])
-        torch.testing.assert_close(found[1], expected[1])
+        actual = function(query, key, value, mask, position_bias, scaling=0.3, is_causal=True)
+        torch.testing.assert_close(actual[0, 1:], expected[0, 1:])
+        torch.testing.assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "finite"])

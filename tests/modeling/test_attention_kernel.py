@@ -52,9 +52,9 @@ def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
     batch = architecture.batch(head)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
-        found = model(**batch).last_hidden_state
+        actual = model(**batch).last_hidden_state
         expected, result = by_weights(model, **batch)
-        torch.testing.assert_close(found[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
+        torch.testing.assert_close(actual[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
         for weights in result.attentions:
             rows = weights.sum(-1)
             if kernel == "relu":  # a query without a positive number reads nothing
@@ -62,12 +62,12 @@ def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
             if kernel != "rfa":
                 torch.testing.assert_close(rows, torch.ones_like(rows))
             assert not weights.masked_select(~real[:, None, None].expand_as(weights)).any()
-        assert not found.allclose(plain(**batch).last_hidden_state, atol=1e-2)
+        assert not actual.allclose(plain(**batch).last_hidden_state, atol=1e-2)
         # Another text in the padding changes nothing.
         again = batch["input_ids"].masked_fill(~real, 7)
-        torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], found[real])
+        torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], actual[real])
         model.set_attn_implementation("eager")
-        assert model(**batch).last_hidden_state.equal(found)
+        assert model(**batch).last_hidden_state.equal(actual)
 
 
 @EVERY_KERNEL
@@ -80,9 +80,9 @@ def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack
         assert {name for name, *_ in changed_sites(model)} == {stack}
         batch = architecture.batch(head)
         with torch.no_grad():
-            found = model(**batch, use_cache=False)[0]
+            actual = model(**batch, use_cache=False)[0]
             expected, result = by_weights(model, **batch, use_cache=False)
-        torch.testing.assert_close(found, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
+        torch.testing.assert_close(actual, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
         if stack == "decoder":
             assert all(not weights.triu(1).any() for weights in result.decoder_attentions)
 
@@ -98,8 +98,8 @@ def test_whisper_supports_kernels():
     model = WHISPER.model("WhisperModel", "gqa", **fields)
     batch = WHISPER.batch("WhisperModel")
     with torch.no_grad():
-        found = model(**batch, use_cache=False)[0]
-    torch.testing.assert_close(found, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
+        actual = model(**batch, use_cache=False)[0]
+    torch.testing.assert_close(actual, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
 
 
 DECODERS = {
@@ -123,7 +123,7 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
             # What is called keys there is the state, for who cuts caches into rows.
             assert all(isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in own.layers)
             assert not any(layer.values.numel() for layer in own.layers)
-            sizes.add(sum(each.numel() for layer in own.layers for each in layer.state if each is not None))
+            sizes.add(sum(item.numel() for layer in own.layers for item in layer.state if item is not None))
 
     steps, cache = in_steps(model, batch, on_step)
     torch.testing.assert_close(steps, at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
@@ -136,11 +136,11 @@ def test_kernel_generation_is_the_same_with_and_without_states(architecture, hea
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
     if architecture is WHISPER:
         pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
-    batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
-    batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+    batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
-    found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert found[0].equal(found[1])
+    actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert actual[0].equal(actual[1])
 
 
 def test_encoder_outputs_are_summed_once(monkeypatch):
@@ -173,9 +173,9 @@ def test_kernel_states_can_be_reordered_repeated_and_selected():
         ):
             cache = cache_of(model(ids[:, :5], use_cache=True))
             change(cache)
-            found = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
+            actual = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
             expected = model(ids[rows], use_cache=False).logits[:, -1:]
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     cache.reset()
     assert cache.get_seq_length() == 0
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_every_kernel_parameter_gets_a_gradient(kernel):
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch, use_cache=False).loss.backward()
-        gradients.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+        gradients.append({name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() == {name for name, _ in model.named_parameters()}
     torch.testing.assert_close(*gradients)
 

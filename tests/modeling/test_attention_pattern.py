@@ -59,14 +59,14 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
     for implementation in ("eager", "sdpa"):
         for model in (pattern, plain):
             model.set_attn_implementation(implementation)
-        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
         expected = plain(**inputs, attention_mask=dense).last_hidden_state[real]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(found)
-    parameters = [[each for each in model.parameters() if each.requires_grad] for model in (pattern, plain)]
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(actual)
+    parameters = [[item for item in model.parameters() if item.requires_grad] for model in (pattern, plain)]
     gradients = [
         torch.autograd.grad((outputs * weights).sum(), of_model, allow_unused=True)
-        for outputs, of_model in zip((found, expected), parameters, strict=True)
+        for outputs, of_model in zip((actual, expected), parameters, strict=True)
     ]
     for one, other in zip(*gradients, strict=True):
         assert (one is None) == (other is None)
@@ -80,7 +80,7 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
     two_stacks = architecture in TWO_STACKS
     fields = prefixed(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
     head = next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **each) for each in (fields, {})]
+    models = [architecture.model(head, variant, **item) for item in (fields, {})]
     stacks = [model.get_encoder() if two_stacks else model for model in models]
     ids, mask = token_ids(3, LENGTH), padding()
     same_under_mask(*stacks, {"input_ids": ids}, mask, under_mask(mask, window=4, global_tokens=1))
@@ -91,7 +91,7 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, variant, short_blocks):
     head = "BertLMHeadModel" if architecture is BERT else next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **each) for each in (WINDOW | {"attention_dilation": 2}, {})]
+    models = [architecture.model(head, variant, **item) for item in (WINDOW | {"attention_dilation": 2}, {})]
     inputs = {"input_ids": token_ids(3, LENGTH), "use_cache": False}
     if architecture is BERT:
         stacks = [model.bert for model in models]
@@ -107,10 +107,10 @@ def test_whisper_encoder_with_window_agrees_between_implementations(short_blocks
     model = WHISPER.model("WhisperModel", "gqa", **prefixed(WINDOW)).get_encoder()
     features = WHISPER.batch("WhisperModel")["input_features"]
     with torch.no_grad():
-        found = model(features).last_hidden_state
+        actual = model(features).last_hidden_state
         assert len(short_blocks) == 2
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(features).last_hidden_state, found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(features).last_hidden_state, actual, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], **NAMED)
@@ -155,11 +155,11 @@ def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, va
 def test_window_generation_is_the_same_with_and_without_a_cache(search):
     for architecture, head in ((T5, "T5ForConditionalGeneration"), (ENCODER_DECODERS[0], "BartForCausalLM")):
         model = architecture.model(head, "gqa", **WINDOW | {"attention_dilation": 2})
-        batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
-        batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+        batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+        batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
         options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
 
 
 GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
@@ -202,8 +202,8 @@ def test_every_head_class_passes_the_global_attention_mask():
             model = architecture.model(head, **WINDOW)
             batch = {"input_ids": token_ids(3, LENGTH)}
             with torch.no_grad():
-                found = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
-            assert not found[0].allclose(found[1]), head
+                actual = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
+            assert not actual[0].allclose(actual[1]), head
 
 
 def test_invalid_global_attention_mask_raises_an_error():
@@ -273,7 +273,7 @@ def test_gradient_checkpointing_with_patterns_keeps_gradients():
         model.zero_grad()
         outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
         outputs.last_hidden_state.square().sum().backward()
-        gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        gradients.append([item.grad.clone() for item in model.parameters() if item.grad is not None])
     torch.testing.assert_close(*gradients)
 
 
@@ -297,6 +297,6 @@ def test_plain_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
     plain = model_class.from_pretrained(tmp_path / "plain").eval()
     converted = hf_attn_variants.convert(plain, num_key_value_heads=12, **WINDOW | GLOBAL).eval()
     with torch.no_grad():
-        outputs = [each(ids).last_hidden_state for each in (model, again, converted, plain)]
+        outputs = [item(ids).last_hidden_state for item in (model, again, converted, plain)]
     assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2])
     assert (outputs[0] - outputs[3]).abs().max() > 1e-3

@@ -130,10 +130,10 @@ def by_formula(leaves, allowed, padding):
     return output.transpose(1, 2), exact
 
 
-def compare(found, expected, leaves, exact):
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+def compare(actual, expected, leaves, exact):
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(
         gradients, torch.autograd.grad((expected * weights).sum(), exact, retain_graph=True), strict=True
     ):
@@ -160,8 +160,8 @@ def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, sho
     expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
     states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
     attend = partial(fused_attention, scaling=0.4)
-    found = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    actual = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
 def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
@@ -200,9 +200,9 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
     for implementation in ("eager", "sdpa"):
         for model in (pattern, plain):
             model.set_attn_implementation(implementation)
-        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
         expected = plain(**inputs, attention_mask=dense & mask.bool()[:, None, None]).last_hidden_state[real]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 CASES = [
@@ -256,7 +256,7 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
     with torch.no_grad():
         whole = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
         for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
-            seen = {key: each[:, :end] for key, each in mask.items()}
+            seen = {key: item[:, :end] for key, item in mask.items()}
             result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
             cache, steps = cache_of(result), [*steps, result.logits]
         read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
@@ -269,16 +269,16 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
 def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch):
     from hf_attn_variants.modeling.ops import window_blocks as module
 
-    said = []
-    monkeypatch.setattr(module.logger, "warning_once", said.append)
+    printed = []
+    monkeypatch.setattr(module.logger, "warning_once", printed.append)
     model = BERT.model("BertModel", max_position_embeddings=2100, num_hidden_layers=1, **fields_of("local_blocks"))
     ids = token_ids(1, 2060)
     with torch.no_grad():
         by_blocks = model(ids)[0]
-        assert said == []
+        assert printed == []
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
-    assert "attention_pattern='local_blocks' as a mask of 2060 x 2060 numbers" in said[0]
+    assert "attention_pattern='local_blocks' as a mask of 2060 x 2060 numbers" in printed[0]
 
 
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):

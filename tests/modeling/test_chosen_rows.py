@@ -49,7 +49,7 @@ def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind)
     logits = []
     with torch.no_grad():
         states = model.get_encoder()(**encoder_inputs).last_hidden_state
-        every, mask = (each.repeat_interleave(BEAMS, dim=0) for each in (states, batch["attention_mask"]))
+        every, mask = (item.repeat_interleave(BEAMS, dim=0) for item in (states, batch["attention_mask"]))
         for given, its_mask in ((states, batch["attention_mask"]), (every, mask)):
             outputs = BaseModelOutput(last_hidden_state=given)
             made = model(

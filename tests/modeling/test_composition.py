@@ -30,7 +30,7 @@ LINFORMER_NEEDS_POSITIONS = {"linformer", SinusoidalPositions.name}
 
 def samples():
     """Return fields that select each mechanism, and the class of the mechanism."""
-    found = {
+    result = {
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
         "latent": ({"kv_lora_rank": 8}, (Latent,)),
@@ -41,11 +41,11 @@ def samples():
     }
     for name in KERNELS:
         window = {"attention_window": 4} if kernel_class(name).reads_window else {}
-        found[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
+        result[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
     for name in PATTERNS:
         sizes = {field: SIZES[field] for field in pattern_class(name).needed}
-        found[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
-    return found
+        result[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
+    return result
 
 
 SAMPLES = samples()
@@ -57,7 +57,7 @@ def conflicts(*classes):
     return [
         row
         for row in REFUSED
-        if any(issubclass(each, row.one) for each in classes) and any(issubclass(each, row.other) for each in classes)
+        if any(issubclass(item, row.one) for item in classes) and any(issubclass(item, row.other) for item in classes)
     ]
 
 
@@ -80,13 +80,13 @@ def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, clas
         return
     with pytest.raises(ValueError) as error:
         BERT.config(**fields)
-    said = [
+    printed = [
         row.words.format(
             field=row.one.field, value=fields[row.one.field], other=row.other.field, beside=fields[row.other.field]
         )
         for row in rows
     ]
-    assert str(error.value) in said
+    assert str(error.value) in printed
 
 
 def test_every_composition_row_is_tested():
@@ -97,7 +97,7 @@ def test_every_composition_row_is_tested():
         for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
     }
     assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
-    assert all(issubclass(each, Mechanism) for row in REFUSED for each in row[:2])
+    assert all(issubclass(item, Mechanism) for row in REFUSED for item in row[:2])
 
 
 def test_mechanism_reports_its_place_in_the_configuration():
@@ -110,15 +110,15 @@ def test_mechanism_reports_its_place_in_the_configuration():
     assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
     asked = {name: pattern_class(name).requested_in(window, "") for name in PATTERNS}
-    assert {name for name, found in asked.items() if found} == {"sliding_window"}
+    assert {name for name, result in asked.items() if result} == {"sliding_window"}
 
 
 def test_every_mechanism_has_a_name_and_a_paper():
     classes = [*map(kernel_class, KERNELS), *map(pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for each in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
-        title, arxiv = each.paper
+    for item in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
+        title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
-        assert each.field and (each not in classes or each.name)
+        assert item.field and (item not in classes or item.name)
 
 
 @pytest.mark.parametrize(

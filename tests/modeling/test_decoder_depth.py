@@ -59,12 +59,12 @@ def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture
     if "static" in search and variant in ("elu", "hybrid"):
         pytest.skip("a kernel's sums have no static cache")
     model, options = model_of(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
-    found = model.generate(**source_of(architecture), **options)
+    actual = model.generate(**source_of(architecture), **options)
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
     expected = model.generate(**source_of(architecture), **plain, use_cache=False)
-    assert torch.equal(found.sequences, expected.sequences)
-    pair = cache_of(found)
-    assert [len(each.layers) for each in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
+    assert torch.equal(actual.sequences, expected.sequences)
+    pair = cache_of(actual)
+    assert [len(item.layers) for item in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])

@@ -21,18 +21,18 @@ NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
-    own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
+    own = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
     of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
     assert own.keys() == expected
-    for name, each in own.items():
+    for name, item in own.items():
         prefix, entry = row_of(name)
-        assert each.default == entry.default_of(prefix) and each.metadata["variant"] is True
-        assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
-        assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
+        assert item.default == entry.default_of(prefix) and item.metadata["variant"] is True
+        assert {*item.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
+        assert ("inherits" in item.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 
@@ -48,7 +48,7 @@ def test_every_conversion_field_has_a_flag(capsys):
 def test_field_descriptions_are_unique_single_lines():
     described = [describe_field(name) for name in NAMES if "global_tokens" not in name]
     assert len({*described}) == len(described)
-    assert not [each for each in described if "\n" in each or "{layer}" in each or each.endswith(".")]
+    assert not [item for item in described if "\n" in item or "{layer}" in item or item.endswith(".")]
 
 
 def test_fields_page_is_up_to_date():
@@ -67,11 +67,11 @@ def test_fields_page_row_contains_the_values_of_the_table():
 
 
 def test_cards_and_errors_use_the_names_of_the_table():
-    said = {name: card_text(name) for name in NAMES}
-    assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
-    assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
-    assert said["attention_window"] == "window size (tokens) in self-attention"
-    assert said["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
+    printed = {name: card_text(name) for name in NAMES}
+    assert printed["cross_kv_lora_rank"] == "latent dimension in cross-attention"
+    assert printed["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
+    assert printed["attention_window"] == "window size (tokens) in self-attention"
+    assert printed["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
     refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
     assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}
 

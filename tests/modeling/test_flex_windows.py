@@ -87,23 +87,23 @@ def test_flex_outputs_and_gradients_equal_block_attention(reach, padded, biased,
     *states, mask, bias = make_call(300, padded=padded, biased=biased)
     leaves = [*states, bias] if biased else states
     call = {"reach": reach, "scaling": 0.3}
-    direction, found = torch.randn(2, 300, HEADS, D), []
+    direction, actual = torch.randn(2, 300, HEADS, D), []
     for attend in (attention_in_windows, talking_heads_attention):
         for leaf in leaves:
             leaf.requires_grad_()
         output = attend(*states, mask, bias, **call)
-        found.append([output, *torch.autograd.grad(output, leaves, direction)])
+        actual.append([output, *torch.autograd.grad(output, leaves, direction)])
     assert on_the_cpu
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max().item()), rtol=0)
 
 
 @pytest.mark.thorough
 def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
-    found = attention_in_windows(*call, reach=KeyRange(150, 0), scaling=0.3)
+    actual = attention_in_windows(*call, reach=KeyRange(150, 0), scaling=0.3)
     assert on_the_cpu
-    torch.testing.assert_close(found, talking_heads_attention(*call, reach=KeyRange(150, 0), scaling=0.3))
+    torch.testing.assert_close(actual, talking_heads_attention(*call, reach=KeyRange(150, 0), scaling=0.3))
 
 
 @pytest.mark.thorough
@@ -115,16 +115,16 @@ def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
-    found = attention_in_windows(*call, reach=KeyRange(130, 130, 1, 1), scaling=0.3)
+    actual = attention_in_windows(*call, reach=KeyRange(130, 130, 1, 1), scaling=0.3)
     assert list(flex_windows._flex_agreed.values()) == [True]
     expected = talking_heads_attention(*call, reach=KeyRange(130, 130, 1, 1), scaling=0.3)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
 def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeypatch):
-    right, calls, said = flex_windows._compiled(), [], []
+    right, calls, printed = flex_windows._compiled(), [], []
 
     def attend(*states, **options):
         calls.append(states)
@@ -133,12 +133,12 @@ def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeyp
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
-    monkeypatch.setattr(kernel_trials.logger, "warning", said.append)
+    monkeypatch.setattr(kernel_trials.logger, "warning", printed.append)
     call, options = make_call(300), {"reach": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
     for _ in range(2):
         assert attention_in_windows(*call, **options).equal(expected)
-    assert len(said) == 1 and ("other numbers" if fault == "wrong" else "no kernel for this") in said[0]
+    assert len(printed) == 1 and ("other numbers" if fault == "wrong" else "no kernel for this") in printed[0]
     assert len(calls) == {"wrong": 2, "raises": 1, "raises later": 3}[fault]
 
 
@@ -161,21 +161,21 @@ def test_model_with_windows_uses_flex_attention(on_the_cpu):
     batch = {"input_ids": torch.randint(50, (2, 300)), "attention_mask": torch.ones(2, 300, dtype=torch.long)}
     batch["attention_mask"][1, 200:] = 0
     with torch.no_grad():
-        found = model(**batch).last_hidden_state
+        actual = model(**batch).last_hidden_state
         assert len(on_the_cpu) == len(flex_windows.SMALL_CALLS) + 2  # each layer once
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(found[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
 def test_flex_windows_train_after_inference_mode(on_the_cpu):
     call, options = make_call(300, biased=True), {"reach": KeyRange(20, 20), "scaling": 0.3}
     with torch.inference_mode():
-        found = attention_in_windows(*call, **options)
+        actual = attention_in_windows(*call, **options)
     call[0].requires_grad_()
     again = attention_in_windows(*call, **options)
     torch.autograd.grad(again.sum(), call[0])
-    torch.testing.assert_close(found, again)
+    torch.testing.assert_close(actual, again)
     assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
 
 
@@ -199,9 +199,9 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
         run(*leaves).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    found = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
+    actual = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
     assert all(flex_windows._flex_agreed.values()) and on_the_cpu
-    torch.testing.assert_close(found, gradients_of(layer))
+    torch.testing.assert_close(actual, gradients_of(layer))
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ import hf_attn_variants
 from hf_attn_variants.modeling.fields.foreign_classes import fields_in_effect
 from hf_attn_variants.modeling.variant_names import EAGER
 
-EVERY = {each.name: each for each in (*ARCHITECTURES, *RELATIVES)}
+EVERY = {item.name: item for item in (*ARCHITECTURES, *RELATIVES)}
 each_architecture = pytest.mark.parametrize("architecture", EVERY.values(), ids=EVERY)
 
 

@@ -58,7 +58,7 @@ def test_every_field_changes_the_model(row, field):
     except ValueError as error:
         assert f"`{field}" in str(error) and field in MAY_BE_REFUSED, error
         return
-    without = {name: each for name, each in beside.items() if name != field or each != value}
+    without = {name: item for name, item in beside.items() if name != field or item != value}
     assert differ(changed, made(row, **without)) == (field not in WITHOUT_EFFECT or row.name not in DECODERS)
 
 
@@ -164,7 +164,7 @@ def test_stored_names_without_effect_give_one_warning(row, tmp_path, logged):
     file.write_text(json.dumps(json.loads(file.read_text()) | STORED))
     logged.clear()
     assert isinstance(type(model).from_pretrained(tmp_path), AttnVariantModelMixin)
-    assert sum("`decoder_talking_heads`" in each for each in logged.messages) == len(logged.messages) == 1
+    assert sum("`decoder_talking_heads`" in item for item in logged.messages) == len(logged.messages) == 1
 
 
 def test_conversion_and_override_errors_name_the_field(tmp_path):

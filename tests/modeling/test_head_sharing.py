@@ -29,10 +29,10 @@ def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
 def test_head_sharing_reports_its_field():
     heads = config_of(BERT).num_attention_heads
     field = "num_key_value_heads"
-    for count, found in ((heads, None), (2, GroupedQuery), (1, MultiQuery)):
+    for count, result in ((heads, None), (2, GroupedQuery), (1, MultiQuery)):
         config = config_of(BERT, num_key_value_heads=count)
         for mechanism in (HeadSharing, GroupedQuery, MultiQuery):
-            is_meant = found is not None and mechanism in (HeadSharing, found)
+            is_meant = result is not None and mechanism in (HeadSharing, result)
             assert mechanism.requested_in(config, "") == ((field, count) if is_meant else None)
     config = config_of(T5, encoder_num_key_value_heads=1)
     places = [HeadSharing.requested_in(config, prefix) for prefix in ("", "encoder_", "cross_")]

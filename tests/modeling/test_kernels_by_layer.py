@@ -27,7 +27,7 @@ EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.va
 
 
 def by_layer(values, kernel, *names):
-    values = [each and each.format(kernel) for each in values]
+    values = [item and item.format(kernel) for item in values]
     return {"per_layer_values": {name: values for name in names}}
 
 
@@ -55,7 +55,7 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
     mask[0, 6:] = 0
     with torch.no_grad():
         ours, theirs = (
-            each(ids, attention_mask=mask, output_hidden_states=True).hidden_states for each in (model, alike)
+            item(ids, attention_mask=mask, output_hidden_states=True).hidden_states for item in (model, alike)
         )
     torch.testing.assert_close(ours[1][mask.bool()], theirs[1][mask.bool()])
     assert (ours[2] - theirs[2])[mask.bool()].abs().max() > 1e-3
@@ -80,7 +80,7 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
     later[:, -1] = (later[:, -1] + 1) % 20
     assert at_once(model, batch._replace(ids=later))[:, :-1].equal(whole[:, :-1])
     own = getattr(cache, "self_attention_cache", cache)
-    has_state = [each is not None and "attention_kernel" in names for each in values]
+    has_state = [item is not None and "attention_kernel" in names for item in values]
     assert [isinstance(layer, KernelStateLayer) for layer in own.layers] == has_state
     assert own.get_seq_length() == 9
 
@@ -90,8 +90,8 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
 def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, head, names, beams):
     model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names), **positions(head, names))
     batch = {
-        name: each.flip(1) if each.dim() == 2 else each
-        for name, each in architecture.batch(head).items()
+        name: item.flip(1) if item.dim() == 2 else item
+        for name, item in architecture.batch(head).items()
         if not name.startswith("decoder")
     }
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}

@@ -25,7 +25,7 @@ def t5(rank, variant="mha"):
 def stored(cache):
     """Return the bytes of a cache's distinct storages."""
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
 def pieces():
@@ -76,9 +76,9 @@ def test_cached_latent_is_stored_once_for_all_layers(rank, variant, form):
     batch, first, last = pieces()
     cache = start(model, batch, first)
     assert_holds(cache, BATCH, rank)
-    found = go_on(model, batch, last, cache)
+    actual = go_on(model, batch, last, cache)
     assert_holds(cache, BATCH, rank, length=LENGTH)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("layers", [2, 5])
@@ -140,8 +140,8 @@ def test_reordered_cache_still_stores_one_latent(rank, variant, change, form):
     kept = change(cache)
     assert_holds(cache, len(kept), rank)
     batch, first, last = rows(batch, kept), first[kept], last[kept]
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
@@ -152,8 +152,8 @@ def test_copied_cache_stores_one_latent(rank, form):
     again = copy.deepcopy(cache)
     assert_holds(again, BATCH, rank)
     cache.cross_attention_cache.layers[0].keys.fill_(torch.nan)
-    found = go_on(model, batch, last, again)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, again)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
@@ -164,8 +164,8 @@ def test_latent_cache_can_be_cropped(rank, crop, form):
     cache = start(model, batch, first)
     cache.crop(crop)
     assert_holds(cache, BATCH, rank, length=5 + crop)
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
@@ -186,8 +186,8 @@ def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
     others = batch | {"input_ids": token_ids(BATCH, LENGTH)}
     start(model, others, last, cache)
     assert_holds(cache, BATCH, rank, length=12 if kind == "static" else last.shape[1])
-    found = go_on(model, others, first, cache)
-    torch.testing.assert_close(found, full(model, others, last, first), atol=1e-5, rtol=0)
+    actual = go_on(model, others, first, cache)
+    torch.testing.assert_close(actual, full(model, others, last, first), atol=1e-5, rtol=0)
 
 
 def static_pair(model, length=12):
@@ -205,8 +205,8 @@ def test_latents_support_a_pair_of_static_caches(rank, variant):
     batch, first, last = pieces()
     cache = start(model, batch, first, static_pair(model))
     assert_holds(cache, BATCH, rank, length=12)
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
@@ -221,8 +221,8 @@ def test_cache_in_a_new_wrapper_keeps_its_contents(rank, kind, form):
     }
     cache = start(model, batch, first, given[kind]())
     again = EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
-    found = go_on(model, batch, last, again)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, again)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 def test_returned_cache_continues_generation(form):
@@ -283,5 +283,5 @@ def test_decoder_without_encoder_uses_a_plain_cache(crosses):
         expected = model.decoder(input_ids=ids, use_cache=False, **memory).last_hidden_state
         cache = DynamicCache()
         model.decoder(input_ids=ids[:, :4], **with_cache(cache), **memory)
-        found = model.decoder(input_ids=ids[:, 4:], **with_cache(cache), **memory).last_hidden_state
-    torch.testing.assert_close(found, expected[:, 4:], atol=1e-5, rtol=0)
+        actual = model.decoder(input_ids=ids[:, 4:], **with_cache(cache), **memory).last_hidden_state
+    torch.testing.assert_close(actual, expected[:, 4:], atol=1e-5, rtol=0)

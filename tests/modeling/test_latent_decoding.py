@@ -71,8 +71,8 @@ def formula(query, latent, mask, scaling):
 def test_triton_latent_kernels_equal_the_formula(sizes, kind, programs):
     query, latent = make_inputs(*sizes)
     mask, scaling = make_mask(kind, query, latent), sizes[-1] ** -0.5
-    found = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
-    torch.testing.assert_close(found.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
+    actual = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
+    torch.testing.assert_close(actual.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
 
 
 @needs_triton
@@ -82,9 +82,9 @@ def test_triton_latent_kernels_give_uniform_weights_under_finite_masks(dtype, pr
     query, latent = make_inputs()
     mask = torch.zeros(2, 1, 4, 40, device=DEVICE, dtype=dtype)
     mask[0, :, 1], mask[1, :, 2, :30] = torch.finfo(dtype).min, torch.finfo(dtype).min
-    found = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
+    actual = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
     expected = attention_with_weights(query.float(), latent.float(), latent.float(), mask.float(), scaling=0.2)[0]
-    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(actual.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
 
 
 @needs_triton
@@ -143,7 +143,7 @@ def test_exact_triton_results_pass_the_trial(monkeypatch):
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(None))
     for dtype in (torch.float16, torch.bfloat16):  # with its rounding
         for memories in (2, 1000):
-            query, latent = (each.to(dtype) for each in make_inputs(memories, keys=100))
+            query, latent = (item.to(dtype) for item in make_inputs(memories, keys=100))
             attend_to_one_latent(query, latent, scaling=0.2)
     assert list(latent_decoding._latents_agreed.values()) == [True] * 4
 

@@ -39,7 +39,7 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
     model = architecture.model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
     model.set_attn_implementation(implementation)
     batch = architecture.batch(head, labels=True)
-    found = {}
+    actual = {}
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
         absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
@@ -48,15 +48,15 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
         result = model(**batch)
         result.loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found[form] = {"logits": result.logits, **gradients}
-    assert found[True].keys() == found[False].keys()
-    for name, expected in found[False].items():
+        actual[form] = {"logits": result.logits, **gradients}
+    assert actual[True].keys() == actual[False].keys()
+    for name, expected in actual[False].items():
         if name.endswith("key.bias") and "m2l" not in model.config.talking_heads_dynamic:
             # A softmax does not see it: zero, or what rounding leaves. DDP would stop at none.
-            assert found[True][name].abs().max() == 0 and expected.abs().max() < 1e-10
+            assert actual[True][name].abs().max() == 0 and expected.abs().max() < 1e-10
             continue
         assert expected.abs().max() > 1e-8 or "pooler" in name, name
-        torch.testing.assert_close(found[True][name], expected, atol=1e-10, rtol=0, msg=name)
+        torch.testing.assert_close(actual[True][name], expected, atol=1e-10, rtol=0, msg=name)
 
 
 def heads_of(query, key, value, output, implementation=EAGER, **projections):
@@ -82,7 +82,7 @@ def maps_of(key, value, bias):
     torch.manual_seed(3)
     maps = [nn.Linear(RANK, heads * DIM, bias=bias, dtype=torch.float64) for heads in (key, value)]
     with torch.no_grad():
-        for parameter in (parameter for each in maps for parameter in each.parameters()):
+        for parameter in (parameter for item in maps for parameter in item.parameters()):
             parameter.normal_()
     return tuple(maps)
 
@@ -106,23 +106,23 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
     if masked:
         mask[1, :, 2] = False
     position_bias = torch.randn(1, 4, 5, KEYS, dtype=torch.float64, requires_grad=True)
-    found, weights = attend_to_latent(
+    actual, weights = attend_to_latent(
         module, query, latent, mask, maps, scaling=0.7, position_bias=position_bias, output_attentions=True
     )
     memory = latent.repeat_interleave(beams, 0)[:, 0]
-    keys, values = (each(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    keys, values = (item(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for item in maps)
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     expected, expected_weights = attention_core(
         query, keys, values, scale=0.7, bias=position_bias, mask=additive, P_w=projections.get("weights_proj")
     )
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-10, rtol=0)
     if masked:
-        assert found[1, 2].abs().max() == 0
+        assert actual[1, 2].abs().max() == 0
     leaves = [query, latent, position_bias, maps[0].weight, *maps[1].parameters()]
-    up = torch.randn_like(found)
+    up = torch.randn_like(actual)
     theirs = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
-    for mine, other in zip(torch.autograd.grad((found * up).sum(), leaves), theirs, strict=True):
+    for mine, other in zip(torch.autograd.grad((actual * up).sum(), leaves), theirs, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
 
@@ -136,10 +136,10 @@ def test_key_bias_affects_key_side_dynamic_projections():
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
     assert latent_attention.absorbs(module, query, latent, maps, {})
     module.dynamic_names = ("m2l",)
-    found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
-    keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    actual, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
+    keys, values = (item(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for item in maps)
     expected, _ = attention_core(query, keys, values, scale=0.7, P_l=projections["logits_proj"], m2l=m2l)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
@@ -154,7 +154,7 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
     query, latent = torch.randn(2, 4, 5, DIM).double(), torch.randn(2, 1, KEYS, RANK).double()
     options = {"scaling": DIM**-0.5, "output_attentions": True}
     torch.manual_seed(5)
-    found, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
+    actual, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
     _, kept = attend_to_latent(module, query, latent, None, maps, **options)
     # The mask that this seed draws, as inverted dropout has it.
     torch.manual_seed(5)
@@ -162,7 +162,7 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
     torch.testing.assert_close(weights, kept * mask, atol=1e-12, rtol=0)
     assert (weights.sum(-1) - 1).abs().max() > 0.1
     values = maps[1](latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2).repeat_interleave(2, dim=1)
-    torch.testing.assert_close(found, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -172,14 +172,14 @@ def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypa
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p != 0.5:
             module.p = 0.0
-    batch, found = BERT.batch("BertModel"), []
+    batch, actual = BERT.batch("BertModel"), []
     for form, name in ((True, implementation), (False, "eager")):
         monkeypatch.setattr(latent_attention, "absorbs", lambda *_, form=form: form)
         model.set_attn_implementation(name)
         torch.manual_seed(0)
-        found.append(model(**batch).last_hidden_state)
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
-    assert (found[0] - model.eval()(**batch).last_hidden_state).abs().max() > 0.1
+        actual.append(model(**batch).last_hidden_state)
+    torch.testing.assert_close(actual[0], actual[1], atol=1e-5, rtol=0)
+    assert (actual[0] - model.eval()(**batch).last_hidden_state).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
@@ -247,11 +247,11 @@ def test_latent_cross_attention_of_a_model_equals_the_formula(rank):
     X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)
     A = model.decoder.cross_kv_a_proj.weight.T if rank < 40 else torch.eye(40, dtype=torch.float64)
     P_q, P_k, P_v = (
-        each.weight.unflatten(0, (12, 8)).transpose(1, 2) for each in (attention.q, attention.k, attention.v)
+        item.weight.unflatten(0, (12, 8)).transpose(1, 2) for item in (attention.q, attention.k, attention.v)
     )
     P_o = attention.o.weight.unflatten(1, (12, 8)).transpose(0, 1)
     with torch.no_grad():
         expected = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o)
-        found = attention(X, key_value_states=M @ A)[0]
+        actual = attention(X, key_value_states=M @ A)[0]
     assert math.isfinite(expected.sum()) and expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)

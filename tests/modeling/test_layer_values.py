@@ -68,15 +68,15 @@ def outputs(model, batch):
 
 @EVERY_ARCHITECTURE
 def test_attention_modules_use_the_values_of_their_layer(architecture):
-    model, found = mixed(architecture), []
+    model, actual = mixed(architecture), []
     for site, path, module in model.named_attentions():
         heads, (key, value) = site.heads(model.config, path), (module.get_submodule(p) for p in (site.key, site.value))
         assert key.out_features == value.out_features == heads.key * heads.head_dim
         assert module.get_submodule(site.core).heads == heads
         own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
         assert own_latent == (heads.rank in (16, 20)) and key.in_features == value.in_features
-        found.append((site.name, heads.key, heads.rank, key.in_features))
-    assert found == FOUND[architecture.name]
+        actual.append((site.name, heads.key, heads.rank, key.in_features))
+    assert actual == FOUND[architecture.name]
 
 
 @EVERY_ARCHITECTURE
@@ -90,7 +90,7 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     torch.testing.assert_close(outputs(again.eval(), batch), outputs(model, batch), atol=1e-6, rtol=0)
-    both = [each.config.to_dict() | {"_name_or_path": ""} for each in (again, model)]
+    both = [item.config.to_dict() | {"_name_or_path": ""} for item in (again, model)]
     assert both[0] == both[1]
     assert type(model.config)(**saved).per_layer_values == saved["per_layer_values"]
 
@@ -228,8 +228,8 @@ def test_full_width_rank_needs_no_conversion(held, tmp_path):
             {"per_layer_values": {"kv_lora_rank": [40, None]}},
             {"per_layer_config": {0: {"encoder_kv_lora_rank": 40}}},
         ):
-            found = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
-            torch.testing.assert_close(found(**batch).logits, expected, atol=1e-5, rtol=0)
+            actual = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
+            torch.testing.assert_close(actual(**batch).logits, expected, atol=1e-5, rtol=0)
 
 
 def test_per_layer_checkpoint_loads_without_arguments(tmp_path):

@@ -31,16 +31,16 @@ def test_length_projection_equals_the_formula(m, groups):
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
     leaves = [torch.randn(3, heads, m, 6).requires_grad_() for heads in (4, groups, groups)]
     padding = torch.stack([torch.arange(m) < m, torch.arange(m) >= m - 4, torch.arange(m) < 0])
-    exact = [each.detach().double().requires_grad_() for each in (*leaves, module.length_proj)]
+    exact = [item.detach().double().requires_grad_() for item in (*leaves, module.length_proj)]
     expected, weights = linformer_attention(*exact[:3], exact[3][:, :m], scale=0.4, padding=padding)
     mask = padding[:, None, None]
-    found, state = attend_by_kernel(module, *leaves, mask, 0.4)
+    actual, state = attend_by_kernel(module, *leaves, mask, 0.4)
     assert state is None
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
     torch.testing.assert_close(weights_of_kernel(module, *leaves[:2], mask, 0.4).double(), weights, atol=1e-5, rtol=0)
     direction = torch.randn_like(expected)
-    found = torch.autograd.grad((found.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
-    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+    actual = torch.autograd.grad((actual.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
+    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
 
 
@@ -56,12 +56,12 @@ def test_length_projection_encoders_equal_the_formula(architecture):
     model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
     batch = architecture.batch(head) | ({"use_cache": False} if is_pair else {})
     with torch.no_grad():
-        found, whole = model(**batch)[0], model(**batch, output_attentions=True)
-        torch.testing.assert_close(found, whole[0], atol=1e-4, rtol=0)
+        actual, whole = model(**batch)[0], model(**batch, output_attentions=True)
+        torch.testing.assert_close(actual, whole[0], atol=1e-4, rtol=0)
         if not is_pair:  # another text in the padding changes nothing
             real = batch["attention_mask"].bool()
             again = batch["input_ids"].masked_fill(~real, 7)
-            torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], found[real])
+            torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], actual[real])
     made = [name for name, _ in model.named_parameters() if name.endswith("length_proj")]
     assert made and all(("encoder" in name or architecture not in (BART, WHISPER)) for name in made)
 

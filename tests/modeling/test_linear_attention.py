@@ -86,11 +86,11 @@ def by_formula(module, states, padding, causal=False):
     return output.transpose(1, 2), weights, exact
 
 
-def compare(found, expected, leaves, exact, atol=1e-5):
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+def compare(actual, expected, leaves, exact, atol=1e-5):
+    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     direction = torch.randn_like(expected)
-    found = torch.autograd.grad((found * direction.to(found.dtype)).sum(), leaves)
-    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+    actual = torch.autograd.grad((actual * direction.to(actual.dtype)).sum(), leaves)
+    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=3 * atol * max(1, other.abs().max()), rtol=0)
 
 
@@ -101,13 +101,13 @@ def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
     leaves, padding = make_call(n, m, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    found, _ = attend_by_kernel(module, *leaves, mask, SCALING)
-    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    actual, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
     torch.testing.assert_close(
         weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0
     )
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(found)
+    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(actual)
 
 
 @EVERY_KERNEL
@@ -116,10 +116,10 @@ def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
     module = attention(name, groups, causal=True)
     leaves, padding = make_call(n, n, groups)
     expected, weights, exact = by_formula(module, leaves, padding, causal=True)
-    found, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
-    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
-    found = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
-    torch.testing.assert_close(found.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
+    actual, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
+    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    actual = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
+    torch.testing.assert_close(actual.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
 
 
 @EVERY_KERNEL
@@ -135,7 +135,7 @@ def test_linear_attention_state_continues_from_its_last_token(name):
         call = (states[:, :, begin:end] for states in (query, key, value))
         output, state = attend_by_kernel(module, *call, mask, SCALING, state)
         outputs.append(output)
-        sizes.add(sum(each.numel() for each in state if each is not None))
+        sizes.add(sum(item.numel() for item in state if item is not None))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=TOLERANCE.get(name, 1e-5), rtol=0)
     assert len(sizes) == 1
 
@@ -144,11 +144,11 @@ def test_long_texts_equal_the_recurrence_to_five_digits():
     module = attention("elu", HEADS, causal=True)
     torch.manual_seed(0)
     states = [torch.randn(1, HEADS, 2000, D) for _ in range(3)]
-    phi_q, phi_k = (reference_linear.elu_features(each) for each in states[:2])
+    phi_q, phi_k = (reference_linear.elu_features(item) for item in states[:2])
     S, z = torch.zeros(1, HEADS, D, D), torch.zeros(1, HEADS, D)
     expected, _, _ = reference_linear.kernel_attention_recurrent(phi_q, phi_k, states[2], S, z)
-    found, _ = attend_by_kernel(module, *states, None, SCALING)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+    actual, _ = attend_by_kernel(module, *states, None, SCALING)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
 @EVERY_KERNEL
@@ -157,12 +157,12 @@ def test_beams_share_kernel_sums(name):
     (query, key, value), padding = make_call(2, 23)
     query = torch.randn(6, HEADS, 2, D)
     mask = padding[:, None, None]
-    found, state = attend_by_kernel(module, query, key, value, mask, SCALING)
-    repeated = [each.repeat_interleave(2, 0) for each in (key, value, mask)]
+    actual, state = attend_by_kernel(module, query, key, value, mask, SCALING)
+    repeated = [item.repeat_interleave(2, 0) for item in (key, value, mask)]
     expected, _ = attend_by_kernel(module, query, *repeated, SCALING)
-    torch.testing.assert_close(found, expected)
-    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(found)
-    assert module.kernel.read_state(module, query, state, SCALING).equal(found)
+    torch.testing.assert_close(actual, expected)
+    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(actual)
+    assert module.kernel.read_state(module, query, state, SCALING).equal(actual)
     weights = [
         weights_of_kernel(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
     ]
@@ -176,10 +176,10 @@ def test_large_logits_stay_finite_in_half_precision(name):
     (query, key, value), padding = make_call(9, 9, HEADS)
     states = (query * 12, key * 12, value)
     expected, _, _ = by_formula(module, states, padding)
-    found, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
-    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=0)
-    halves = [each.detach().bfloat16() for each in (query, key, value)]
-    exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
+    actual, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
+    halves = [item.detach().bfloat16() for item in (query, key, value)]
+    exact, _ = attend_by_kernel(module, *(item.float() for item in halves), None, SCALING)
     half, state = attend_by_kernel(module, *halves, None, SCALING)
     assert half.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
     torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)

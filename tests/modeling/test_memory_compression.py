@@ -36,10 +36,10 @@ def test_compressed_keys_and_values_equal_the_formula(length, groups):
     expected = reference_patterns.memory_compressed_attention(*exact[:3], *convs, scale=0.4, padding=padding)
     expected = expected.transpose(1, 2)
     key, value, mask = compression(*leaves[1:3], padding[:, None, None])
-    found = fused_attention(leaves[0], key, value, mask, scaling=0.4)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    actual = fused_attention(leaves[0], key, value, mask, scaling=0.4)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
     whole = padding[:1, None, None]
@@ -82,9 +82,9 @@ def test_compression_works_with_talking_heads_and_scores(fields):
     )
     mask[1, 20:] = 0
     with torch.no_grad():
-        found = model(ids, attention_mask=mask)[0]
+        actual = model(ids, attention_mask=mask)[0]
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(ids, attention_mask=mask)[0], found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(ids, attention_mask=mask)[0], actual, atol=1e-5, rtol=0)
 
 
 def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
@@ -93,7 +93,7 @@ def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
     model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
     conv = model.encoder.layer[1].attention.self.compression.key_conv
     mean = torch.eye(4).repeat(3, 1) / 3
-    assert all(each.equal(mean) for each in conv.detach())
+    assert all(item.equal(mean) for item in conv.detach())
     with torch.no_grad():
         conv.add_(torch.randn_like(conv))
         expected = model(ids)[0]

@@ -233,8 +233,8 @@ def test_attention_module_uses_the_head_count_of_its_place():
 def position_bias_difference(plain, model):
     """Return the difference in parameters: a relative position bias has one column per softmax head."""
     size = [
-        sum(parameter.numel() for name, parameter in each.named_parameters() if "relative_attention_bias" in name)
-        for each in (plain, model)
+        sum(parameter.numel() for name, parameter in item.named_parameters() if "relative_attention_bias" in name)
+        for item in (plain, model)
     ]
     return size[0] - size[1]
 
@@ -327,14 +327,14 @@ def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     batch = {name: tensor for name, tensor in architecture.batch(head).items() if "mask" not in name}
     expected = outputs(architecture.model(head, variant), batch).last_hidden_state.shape
     model = architecture.model(head, variant).to("meta")
-    found = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
-    assert found.is_meta and found.shape == expected
+    actual = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
+    assert actual.is_meta and actual.shape == expected
 
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize(
-    "variant", ["gqa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "latent"))]
+    "variant", ["gqa", *(pytest.param(item, marks=pytest.mark.slow) for item in ("mqa", "latent"))]
 )
 def test_flex_attention_supports_grouped_heads(architecture, variant):
     upstream = architecture.upstream_model(BASE[architecture.name])

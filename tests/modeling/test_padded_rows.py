@@ -243,12 +243,12 @@ def test_more_right_padding_changes_no_output(name):
     encoder = encoder_of(BERT, **fields_of(name))
     ids = token_ids(2, 12)
     mask = torch.ones_like(ids)
-    longer = (torch.nn.functional.pad(each, (0, 20)) for each in (ids, mask))
+    longer = (torch.nn.functional.pad(item, (0, 20)) for item in (ids, mask))
     with torch.no_grad():
         expected = encoder(ids, attention_mask=mask).last_hidden_state
         ids, mask = longer
-        found = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        actual = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 def test_left_padding_allocates_no_quadratic_tensor():
@@ -289,8 +289,8 @@ def test_compiled_and_exported_encoders_count_only_real_tokens(name):
         sizes = {"input_ids": {1: torch.export.Dim.AUTO}, "attention_mask": {1: torch.export.Dim.AUTO}}
         inputs = {"input_ids": ids, "attention_mask": mask}
         program = torch.export.export(encoder, (), kwargs=inputs, dynamic_shapes=sizes)
-        found = program.module()(**inputs).last_hidden_state
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual = program.module()(**inputs).last_hidden_state
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
         compiled = torch.compile(encoder, backend="eager", fullgraph=True)
-        found = compiled(ids, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual = compiled(ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)

@@ -51,12 +51,12 @@ def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture)
     ids, mask = token_ids(), torch.ones(BATCH, LENGTH).long()
     ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left, where RoBERTa begins to count behind it
     with torch.no_grad():
-        found, expected = (each(input_ids=ids, attention_mask=mask).last_hidden_state for each in (model, plain))
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual, expected = (item(input_ids=ids, attention_mask=mask).last_hidden_state for item in (model, plain))
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
         states, positions = torch.randn(BATCH, LENGTH, table.shape[1]), torch.arange(LENGTH).flip(0)[None] + first
         for inputs in ({"inputs_embeds": states}, {"input_ids": ids, "position_ids": positions}):
-            found, expected = (each(**inputs).last_hidden_state for each in (model, plain))
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            actual, expected = (item(**inputs).last_hidden_state for item in (model, plain))
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @EVERY_ENCODER
@@ -90,9 +90,9 @@ def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
     placed[2] = torch.cat([added[:1].expand(4, -1), added[: LENGTH - 4]])  # behind padding
     words = plain.get_input_embeddings()
     with torch.no_grad():
-        found = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+        actual = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
         inputs = {"inputs_embeds": words(ids) + placed, "decoder_inputs_embeds": words(targets) + added}
-        torch.testing.assert_close(found, plain(**inputs, attention_mask=mask).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, plain(**inputs, attention_mask=mask).logits, atol=1e-5, rtol=0)
         short = model.encoder(ids[2:, 4:]).last_hidden_state
         torch.testing.assert_close(model.encoder(ids[2:], mask[2:])[0][:, 4:], short, atol=1e-5, rtol=0)
 
@@ -109,7 +109,7 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
         with torch.no_grad():
             whole = model(**batch, decoder_input_ids=ids, **given, use_cache=False).logits
             for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
-                seen = {name: each[:, :end] for name, each in given.items()}
+                seen = {name: item[:, :end] for name, item in given.items()}
                 result = model(
                     **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
                 )
@@ -121,12 +121,12 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
 def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architecture):
     model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
     batch = {
-        name: each for name, each in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
+        name: item for name, item in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
     }
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
     static = StaticCache(model.config, 16)
     ids = token_ids()
     with torch.no_grad():
@@ -139,8 +139,8 @@ def test_bert_decoder_generates_beyond_its_position_table():
     model = BERT.model("BertLMHeadModel", "gqa", **SINUSOIDAL)
     ids = token_ids(2, 30)  # of 32 positions
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    found = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert found[0].equal(found[1]) and found[0].shape == (2, 38)
+    actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert actual[0].equal(actual[1]) and actual[0].shape == (2, 38)
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (T5, "T5Model")], ids=["bert", "t5"])

@@ -46,10 +46,10 @@ def make_call(n, groups=2, biased=False, dtype=torch.float32):
     return [leaf.requires_grad_() for leaf in leaves], padding
 
 
-def compare(found, expected, leaves, exact, atol):
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+def compare(actual, expected, leaves, exact, atol):
+    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     weights = torch.randn_like(expected)
-    found_gradients = torch.autograd.grad((found * weights.to(found.dtype)).sum(), leaves)
+    found_gradients = torch.autograd.grad((actual * weights.to(actual.dtype)).sum(), leaves)
     for one, other in zip(found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=atol * max(1, other.abs().max()), rtol=0)
 
@@ -71,8 +71,8 @@ def test_window_blocks_equal_the_formula(fields, n, groups, biased):
     bias = leaves[3] if biased else None
     reach, mask = reach_of(**fields), padding[:, None, None]
     assert fills_blocks(reach, leaves[0], leaves[1], mask)
-    found = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, reach=reach)
-    compare(found, expected, leaves, exact, 1e-5)
+    actual = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, reach=reach)
+    compare(actual, expected, leaves, exact, 1e-5)
 
 
 @EVERY_WINDOW
@@ -80,13 +80,13 @@ def test_window_mask_equals_the_formula(fields):
     leaves, padding = make_call(23, biased=True)
     expected, exact = by_formula(leaves, fields, padding)
     mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
-    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    compare(found, expected, leaves, exact, 1e-5)
+    actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
+    compare(actual, expected, leaves, exact, 1e-5)
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
     mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
     read = (sliding_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
-    torch.testing.assert_close(again[read], found[read])
+    torch.testing.assert_close(again[read], actual[read])
 
 
 def sliding_window_mask(fields, n):
@@ -102,12 +102,12 @@ def test_windows_align_queries_with_the_last_keys(fields, queries, biased):
     expected, _ = by_formula(leaves, fields, padding)
     query, key, value = leaves[0][:, :, -queries:], *leaves[1:3]
     reach, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
     # What a cache has kept of the memory; the mask is of all tokens, the bias of all distances.
     key, value = (states[:, :, -(reach.before + queries) :] for states in (key, value))
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
 @EVERY_WINDOW
@@ -122,11 +122,11 @@ def test_talking_heads_in_windows_equal_the_formula(fields):
     expected, _ = attention_core(
         *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask
     )
-    found = talking_heads_attention(
+    actual = talking_heads_attention(
         *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, reach=reach_of(**fields),
         logits_proj=mixes[0], weights_proj=mixes[1],
     )  # fmt: skip
-    compare(found, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
+    compare(actual, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
 
 
 @pytest.mark.parametrize("fields", [{"window": 82}, {"window": 41 * 2, "causal": True}], ids=["", "causal"])
@@ -138,9 +138,9 @@ def test_window_wider_than_the_text_equals_full_attention(fields):
         assert as_full_attention(reach, *leaves[:2], None, None) == (None, None)  # left to the kernel's `is_causal`
     else:
         assert as_full_attention(reach, *leaves[:2], mask, None)[0].equal(mask)
-    found = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
+    actual = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
     expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=reach.is_causal)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @EVERY_WINDOW

@@ -249,9 +249,9 @@ def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
     model.save_pretrained(tmp_path)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
-    for found in (model, type(model).from_pretrained(tmp_path)):
-        assert found.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
-        assert cache_of(found(**text_inputs(), labels=token_ids())) is None
+    for actual in (model, type(model).from_pretrained(tmp_path)):
+        assert actual.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
+        assert cache_of(actual(**text_inputs(), labels=token_ids())) is None
 
 
 def test_t5_query_side_dynamic_projections_support_the_cache():

@@ -79,14 +79,14 @@ def made(row, case, **more):
 
 
 def projections(module):
-    return {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("_proj")}
+    return {name: item for name, item in module.named_parameters(recurse=False) if name.endswith("_proj")}
 
 
 def with_the_formula(monkeypatch, model):
     """Let the reference compute a model's attentions from their inputs and parameters."""
 
     def note(module, args, kwargs):
-        tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 3]
+        tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim() == 3]
         states = kwargs.get("hidden_states", tensors[0] if tensors else None)
         memory = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         memory = tensors[1] if memory is None and len(tensors) > 1 else memory
@@ -101,7 +101,7 @@ def with_the_formula(monkeypatch, model):
             mask = mask.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), -torch.inf)
         own = projections(module)
         P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
-        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], each) for name, each in own.items()}
+        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], item) for name, item in own.items()}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
@@ -118,7 +118,7 @@ def learned(model, batch):
     result = model(**batch, use_cache=False)
     result.loss.backward()
     return result.logits.detach(), {
-        name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad
+        name: item.grad.clone() for name, item in model.named_parameters() if item.requires_grad
     }
 
 
@@ -186,7 +186,7 @@ def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
     model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
     first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attentions())
-    assert not first and {name: (*each.shape,) for name, each in second.items()} == {
+    assert not first and {name: (*item.shape,) for name, item in second.items()} == {
         "logits_proj": (12, 8),
         "weights_proj": (8, 6),
     }
@@ -236,7 +236,7 @@ def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place,
     assert not info["missing_keys"] and not info["unexpected_keys"]
     batch = row.batch(head_of(row))
     with torch.no_grad():
-        logits, expected = (each.eval()(**batch, use_cache=False).logits for each in (model, upstream))
+        logits, expected = (item.eval()(**batch, use_cache=False).logits for item in (model, upstream))
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert sum("logits_proj" in name for name, _ in model.named_parameters()) == 2
 
@@ -246,7 +246,7 @@ def test_missing_projections_of_a_place_give_a_warning(tmp_path):
     made(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path)
-    state = {name: each for name, each in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
+    state = {name: item for name, item in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
     model.save_pretrained(tmp_path / "lacking", state_dict=state)
     _, info = model_class.from_pretrained(tmp_path / "lacking", encoder_talking_heads="both", output_loading_info=True)
     assert {name.split(".")[0] for name in info["missing_keys"]} == {"decoder"} and len(info["missing_keys"]) == 2

@@ -81,21 +81,21 @@ def test_upstream_checks_are_fast():
 
     begin = time.perf_counter()
     classes = [
-        each
+        item
         for row in ALL_ARCHITECTURES
-        for each in row.model(next(iter(row.heads))).modules()
-        if isinstance(each, attention_mixin.AttentionVariantMixin)
+        for item in row.model(next(iter(row.heads))).modules()
+        if isinstance(item, attention_mixin.AttentionVariantMixin)
     ]
-    classes = list({type(each): None for each in classes})
+    classes = list({type(item): None for item in classes})
     building = time.perf_counter() - begin
     assert len(classes) >= len(ALL_ARCHITECTURES)
 
     def check():
         upstream_checks.check_models()
         upstream_checks.check_caches()
-        for each in classes:
-            owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
-            Arguments(owner, each.roles, returns=each.returns)
+        for item in classes:
+            owner = upstream.upstream_class(item, attention_mixin.AttentionVariantMixin)
+            Arguments(owner, item.roles, returns=item.returns)
             upstream_checks.check_attention_function(owner)
 
     took = []
@@ -214,8 +214,8 @@ def test_saved_configuration_needs_its_format_number(tmp_path):
     plain = {name: value for name, value in without.items() if name != "model_type"}
     for stored in (plain, plain | {"model_type": "bert"}):
         (tmp_path / "config.json").write_text(json.dumps(stored))
-        for found in (config_class.from_dict(stored), config_class.from_pretrained(tmp_path)):
-            assert found.attn_variants_format == 5
+        for result in (config_class.from_dict(stored), config_class.from_pretrained(tmp_path)):
+            assert result.attn_variants_format == 5
 
 
 def test_versions_are_compared_by_minor_release():

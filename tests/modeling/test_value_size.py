@@ -46,7 +46,7 @@ def batch_of(row, side):
 def outputs_and_gradients(model, batch):
     """Return a model's last hidden states of real tokens, and the gradients of their weighted sum."""
     model.zero_grad()
-    floats = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+    floats = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
     output = model(**floats, use_cache=False)[0]
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == output.shape[:2]:
@@ -75,7 +75,7 @@ def by_the_formula(module, maps, states, mask, memory, bias):
     if hasattr(module, "kv_a_proj"):
         memory = memory @ module.kv_a_proj.weight.T
     query, key, value = (
-        nn.functional.linear(x, each.weight, each.bias) for x, each in zip((states, memory, memory), maps, strict=True)
+        nn.functional.linear(x, item.weight, item.bias) for x, item in zip((states, memory, memory), maps, strict=True)
     )
     query = heads_of(query, query.shape[-1] // module.heads.query)
     key, value = heads_of(key, query.shape[-1]), heads_of(value, config.value_head_dim)
@@ -121,14 +121,14 @@ def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, s
     fields |= dict.fromkeys(row.config_class.rank_fields() if latent else (), 16)
     model = row.model(first_head(row), value_head_dim=size, **fields).double()
     batch = batch_of(row, side)
-    found = [outputs_and_gradients(model, batch)]
+    actual = [outputs_and_gradients(model, batch)]
     model.set_attn_implementation("eager")
-    found.append(outputs_and_gradients(model, batch))
+    actual.append(outputs_and_gradients(model, batch))
     model.set_attn_implementation("sdpa")
     sizes = with_the_formula(monkeypatch)
     expected = outputs_and_gradients(model, batch)
-    assert sizes and all(each % size == 0 for each in sizes)
-    for output, gradients in found:
+    assert sizes and all(item % size == 0 for item in sizes)
+    for output, gradients in actual:
         assert_near(output, expected[0])
         assert gradients.keys() == expected[1].keys()
         for name, gradient in gradients.items():
@@ -150,7 +150,7 @@ def widened(model, states):
     states, config = dict(states), model.config
     for site, path, module in model.named_attentions():
         heads, d = site.heads(config, path), config.attention_head_dim(site.kv_heads_field)
-        root = next(name for name, each in model.named_modules() if each is module) + "."
+        root = next(name for name, item in model.named_modules() if item is module) + "."
         for part in ("weight", "bias"):
             if (name := f"{root}{site.value}.{part}") in states:
                 states[name] = padded(states[name], 0, heads.value, d)
@@ -165,20 +165,20 @@ def widened(model, states):
 
 def assert_equals_counterpart(row, fields, side):
     model = row.model(first_head(row), **fields, value_head_dim=SMALL).double()
-    twin = row.model(first_head(row), **fields).double()
-    twin.load_state_dict(widened(model, model.state_dict()))
+    counterpart = row.model(first_head(row), **fields).double()
+    counterpart.load_state_dict(widened(model, model.state_dict()))
     batch = batch_of(row, side)
     output, gradients = outputs_and_gradients(model, batch)
-    expected, others = outputs_and_gradients(twin, batch)
+    expected, others = outputs_and_gradients(counterpart, batch)
     assert_near(output, expected)
     # The twin's zeros have gradients of their own, which are no parameters of the model. A key's bias has none where a
     # latent is read in the absorbed form, which may be chosen for one of the two alone.
-    kept = widened(model, {name: torch.ones_like(each) for name, each in model.state_dict().items()})
-    parameters = [dict(each.named_parameters()) for each in (model, twin)]
+    kept = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
+    parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
         one, other = (
-            found.get(name, torch.zeros_like(own[name]))
-            for found, own in zip((gradients, others), parameters, strict=True)
+            actual.get(name, torch.zeros_like(own[name]))
+            for actual, own in zip((gradients, others), parameters, strict=True)
         )
         assert_near(one.flatten(), other[kept[name].bool()], name)
 
@@ -274,10 +274,10 @@ def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beam
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     if "input_ids" in batch and name in ("bert", "roberta", "electra"):
         batch = {"input_ids": token_ids(2, 4)}
-    found = model.generate(**batch, **options, use_cache=True)
-    assert found.equal(model.generate(**batch, **options, use_cache=False))
+    actual = model.generate(**batch, **options, use_cache=True)
+    assert actual.equal(model.generate(**batch, **options, use_cache=False))
     if kind in ("mqa", "talking", "latent", "shared memory"):
-        assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+        assert actual.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
 def test_value_size_applies_to_cross_attention_of_a_decoder():
@@ -312,7 +312,7 @@ def test_value_size_changes_parameter_and_cache_counts(row):
     assert attention_parameters(plain) - attention_parameters(few) == numbers
     assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
     if tokens:
-        sizes = [sum(kv_cache_bytes_per_token(each, 4).values()) for each in (plain, few)]
+        sizes = [sum(kv_cache_bytes_per_token(item, 4).values()) for item in (plain, few)]
         assert sizes[0] - sizes[1] == 4 * tokens
         assert kv_cache_bytes(plain, 4, 7, 7) - kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
 
@@ -323,7 +323,7 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     late = ("value_head_dim", "per_layer_values")
     configs = (config, {name: value for name, value in config.items() if name not in late})
-    table, plain = (cost_table(each, length=16, source_length=16) for each in configs)
+    table, plain = (cost_table(item, length=16, source_length=16) for item in configs)
     assert [row.name for row in table.rows] == [
         f"{name} + values of {SMALL}" for name in ("MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA")
     ]
@@ -333,8 +333,8 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     # Each token's self-attention, and of a decoder's its cross-attention: maps of 40 numbers to values and back, and
     # weighted sums of 16 tokens; what cross-attention makes of a token of the encoder is the encoder's.
     expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
-    found = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
-    assert found == expected
+    actual = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
+    assert actual == expected
     text = str(model_card(tmp_path, "me/x"))
     assert f"| size of a value head | {SMALL} |" in text and f"value heads of size {SMALL}" in text
 

@@ -141,8 +141,8 @@ def test_cache_size_per_audio_position_is_counted(fields, numbers):
     batch = WHISPER.batch(HEAD)
     with torch.no_grad():
         cache = cache_of(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
-    storages = [each.untyped_storage() for layer in cache.layers for each in (layer.keys, layer.values)]
-    kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    storages = [item.untyped_storage() for layer in cache.layers for item in (layer.keys, layer.values)]
+    kept = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
     assert kept == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
 
 

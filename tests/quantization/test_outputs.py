@@ -58,9 +58,9 @@ def assert_as_rounded(float32, batch):
     assert paths
     exact = tensors(float32(**batch))
     rounded = tensors(rounded_model(float32, paths, paths_of(made, Bfloat16Linear))(**batch))
-    found = tensors(made(**batch))
-    assert found.keys() == exact.keys()
-    for name, value in found.items():
+    actual = tensors(made(**batch))
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
         # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
         error, step = (value - rounded[name]).abs(), (rounded[name] - exact[name]).abs()
         assert error.max() <= 1.2 * step.max() and error.median() <= 0.25 * step.median() + 1e-6, name
@@ -150,7 +150,7 @@ def test_int8_paths_are_bitwise_equal(bits):
     paths = int8_weight._correct_paths(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
         made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
-        assert all(torch.equal(each, made[0]) for each in made)
+        assert all(torch.equal(item, made[0]) for item in made)
 
 
 def test_int8_plan_selects_a_fast_path():
@@ -174,8 +174,8 @@ def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
             raise RuntimeError("no such operator")
 
     monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.EngineProduct))
-    found = int8_weight._correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
-    assert found == (int8_weight.EngineProduct,)
+    actual = int8_weight._correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
+    assert actual == (int8_weight.EngineProduct,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -184,9 +184,9 @@ def test_nonfinite_token_affects_only_itself(value, rows, way):
     made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(rows, 64)
     expected = made(states)
     states[rows - 1, 5] = value
-    found = made(states)
-    assert not found[-1].isfinite().any()
-    assert torch.equal(found[:-1], expected[:-1])
+    actual = made(states)
+    assert not actual[-1].isfinite().any()
+    assert torch.equal(actual[:-1], expected[:-1])
 
 
 def test_values_beyond_16_bits_do_not_overflow(way):
@@ -234,12 +234,12 @@ def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
     with torch.inference_mode():
         expected = made(few), made(many)
         inside = copy.deepcopy(made)
-    for each in (made, inside, copy.deepcopy(made)):
-        assert torch.equal(each(few), expected[0]) and torch.equal(each(many), expected[1])
+    for item in (made, inside, copy.deepcopy(made)):
+        assert torch.equal(item(few), expected[0]) and torch.equal(item(many), expected[1])
     fresh = cls(linear)
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda place: fresh((few, many)[place % 2]), range(32)))
-    assert all(torch.equal(each, expected[place % 2]) for place, each in enumerate(found))
+        actual = list(threads.map(lambda place: fresh((few, many)[place % 2]), range(32)))
+    assert all(torch.equal(item, expected[place % 2]) for place, item in enumerate(actual))
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
@@ -250,9 +250,9 @@ def test_compiled_int8_model_is_one_graph_with_equal_outputs(way, cls):
     made = cls(linear)
     others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
     maps = torch.nn.Sequential(*others[:1], torch.nn.ReLU(), cls(torch.nn.Linear(48, 8)))
-    for each in (made, *others, maps):
+    for item in (made, *others, maps):
         with torch.no_grad():
-            torch.testing.assert_close(torch.compile(each, fullgraph=True)(states), each(states))
+            torch.testing.assert_close(torch.compile(item, fullgraph=True)(states), item(states))
     half = torch.compile(made, fullgraph=True)(states.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half, made(states.bfloat16()))
@@ -346,7 +346,7 @@ SEARCHES = {
 def scores_of(model, batch, sequences):
     """Return the sum of log-probabilities of the generated tokens, one row per sequence."""
     repeats = len(sequences) // len(next(iter(batch.values())))
-    given = {name: each.repeat_interleave(repeats, dim=0) for name, each in batch.items()}
+    given = {name: item.repeat_interleave(repeats, dim=0) for name, item in batch.items()}
     logits = model(**given, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
     return logits.gather(-1, sequences[:, 1:, None])[..., 0].sum(1)
 
@@ -390,8 +390,8 @@ def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
         made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        exact, found = (each(**architecture.batch(head)).logits for each in (model, made))
-    assert 0 < (found - exact).abs().max() < exact.std()
+        exact, actual = (item(**architecture.batch(head)).logits for item in (model, made))
+    assert 0 < (actual - exact).abs().max() < exact.std()
 
 
 def test_quantization_by_torchao_is_supported():

@@ -43,8 +43,8 @@ def outliers(monkeypatch):
     measured = module.rounding_errors
 
     def errors(model, linears, inputs):
-        found = measured(model, linears, inputs)
-        return found | {path: 2.0 for path in found if path.endswith((".wo", "lm_head"))}
+        result = measured(model, linears, inputs)
+        return result | {path: 2.0 for path in result if path.endswith((".wo", "lm_head"))}
 
     monkeypatch.setattr(module, "rounding_errors", errors)
 
@@ -98,7 +98,7 @@ def test_layers_whose_weights_attention_reads_stay_in_float32():
     for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
         shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
         for _, module in cross_attentions(shared):
-            assert [type(each) for each in module.key_value_projections()] == [kind] * 2
+            assert [type(item) for item in module.key_value_projections()] == [kind] * 2
             assert isinstance(module.q_proj, Int8Linear)
         assert isinstance(shared.model.encoder.layers[0].self_attn.k_proj, Int8Linear)
 
@@ -119,10 +119,10 @@ def test_quantized_model_can_be_copied_and_pickled(name, shared):
     expected, file = logits_of(model, name), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
-        assert torch.equal(logits_of(each, name), expected) and kinds_of(each) == kinds_of(model)
+    for item in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(logits_of(item, name), expected) and kinds_of(item) == kinds_of(model)
         with pytest.raises(ValueError, match="`save_pretrained`"):
-            each.save_pretrained("nowhere")
+            item.save_pretrained("nowhere")
 
 
 def test_state_dict_loads_into_another_int8_model(tmp_path):
@@ -157,17 +157,17 @@ def test_casting_a_quantized_model_raises_an_error(name):
     """Check every method that casts, also of a copy; no tensor changes before the error."""
     model = quantize(tiny_model(name))
     pickled = pickle.loads(pickle.dumps(model))
-    for each in (model, copy.deepcopy(model), pickled, model.get_encoder()):
+    for item in (model, copy.deepcopy(model), pickled, model.get_encoder()):
         for cast in (
-            lambda: each.to(torch.bfloat16),  # noqa: B023
-            lambda: each.to("meta"),  # noqa: B023
-            lambda: each.bfloat16(),  # noqa: B023
-            lambda: each.double(),  # noqa: B023
+            lambda: item.to(torch.bfloat16),  # noqa: B023
+            lambda: item.to("meta"),  # noqa: B023
+            lambda: item.bfloat16(),  # noqa: B023
+            lambda: item.double(),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="int8"):
                 cast()
-        assert {parameter.dtype for parameter in each.parameters()} == {torch.float32}
-        assert each.to("cpu") is each and each.to(torch.float32) is each
+        assert {parameter.dtype for parameter in item.parameters()} == {torch.float32}
+        assert item.to("cpu") is item and item.to(torch.float32) is item
     copied = copy.deepcopy(model)
     assert vars(copied)["_apply"].module is copied and vars(pickled)["_apply"].module is pickled
 
@@ -191,9 +191,9 @@ def test_deleted_quantized_model_is_freed_immediately():
     gc.disable()
     try:
         model = quantize(share_memory(tiny_model("t5")))
-        found = weakref.ref(model)
+        result = weakref.ref(model)
         del model
-        assert found() is None
+        assert result() is None
     finally:
         gc.enable()
 
@@ -431,8 +431,8 @@ def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
 
 
 def test_bfloat16_speed_is_measured():
-    found = bfloat16.bfloat16_slowdowns.__wrapped__(1)
-    assert found.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
+    result = bfloat16.bfloat16_slowdowns.__wrapped__(1)
+    assert result.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in result.values())
 
 
 def compiled():

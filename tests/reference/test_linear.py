@@ -41,8 +41,8 @@ def test_random_features_have_the_exponential_as_mean(features, expected):
     torch.manual_seed(0)
     x, y = unit(6, 8), unit(6, 8)
     W = draw_vectors(400_000, 8, 0, are_orthogonal=False).double()
-    found = features(x, W) @ features(y, W).T
-    torch.testing.assert_close(found, (x @ y.T).exp() * expected, rtol=0.02, atol=0)
+    actual = features(x, W) @ features(y, W).T
+    torch.testing.assert_close(actual, (x @ y.T).exp() * expected, rtol=0.02, atol=0)
 
 
 def test_orthogonal_vectors_have_a_smaller_error():

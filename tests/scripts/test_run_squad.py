@@ -54,8 +54,8 @@ def test_squad_two_processes_train_and_predict_like_one(model, tmp_path):
     assert other["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
     assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
     for name in ("predictions_dev.json", "predictions_nbest_dev.json"):
-        found, expected = (json.loads((out / name).read_text()) for out in (two, one))
-        assert list(found) == list(expected)
+        result, expected = (json.loads((out / name).read_text()) for out in (two, one))
+        assert list(result) == list(expected)
     assert json.loads((two / "predictions_dev.json").read_text()) == json.loads(
         (one / "predictions_dev.json").read_text()
     )

@@ -66,7 +66,7 @@ def call(plain, tmp_path, capsys):
 
     def run(name, folder, *more):
         places = {"FOLDER": folder, "PLAIN": plain, "LINES": lines, "DATA": data, "OUT": out}
-        status = cli.main([str(places.get(each, each)) for each in (*COMMANDS[name], *more)])
+        status = cli.main([str(places.get(item, item)) for item in (*COMMANDS[name], *more)])
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
         assert not out.exists() or status == 0, list(out.iterdir())
         return status, "".join(errors)
@@ -75,8 +75,8 @@ def call(plain, tmp_path, capsys):
 
 
 def add_adapter(folder, kind="safetensors"):
-    said = {"base_model_name_or_path": "me/base", "auto_mapping": {"base_model_class": "BertForMaskedLM"}}
-    (folder / "adapter_config.json").write_text(json.dumps(said | {"peft_type": "LORA"}))
+    printed = {"base_model_name_or_path": "me/base", "auto_mapping": {"base_model_class": "BertForMaskedLM"}}
+    (folder / "adapter_config.json").write_text(json.dumps(printed | {"peft_type": "LORA"}))
     (folder / f"adapter_model.{kind}").write_bytes(b"x")
 
 

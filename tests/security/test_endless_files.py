@@ -105,7 +105,7 @@ def test_calibration_inputs_must_be_regular_files(flag, tmp_path, capsys, quick)
     lines.write_text("a\n" * 20)
     os.mkfifo(tmp_path / "pipe")
     argv = ["convert", bert, "--num_key_value_heads", 2, "--output_dir", tmp_path / "out", "--calibration_file", lines]
-    assert cli.main([str(each) for each in (*argv, flag, tmp_path / "pipe")]) == 2
+    assert cli.main([str(item) for item in (*argv, flag, tmp_path / "pipe")]) == 2
     assert "must be an ordinary file" in capsys.readouterr().err
 
 

@@ -102,8 +102,10 @@ def ending(upstream, folder, out, batch, changes):
     except Exception:
         return "upstream fails"
     assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: a part of it was not loaded"
-    found = outputs_of(getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch)
+    actual = outputs_of(
+        getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch
+    )
     torch.testing.assert_close(
-        found, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda text: f"{changes}: {text}"
+        actual, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda text: f"{changes}: {text}"
     )
     return "equal"

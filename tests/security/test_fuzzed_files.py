@@ -41,8 +41,8 @@ HISTORY = {
 RESULTS = {"eval_accuracy": 0.5, "task_name": "sst2", "date": "2026-01-01", "arguments": {"learning_rate": 1e-3}}
 # What parsers trip over.
 PAYLOADS = [
-    *(each.encode() for each in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
-    *(each.encode() for each in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
+    *(item.encode() for item in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
+    *(item.encode() for item in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
     *(b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"!!python/object/apply:os.system ['true']"),
     *(b"9" * 5000, b"[" * 100_000, b'{"a":' * 50_000, b"- " * 5000, b"x" * 100_000),
 ]
@@ -107,8 +107,8 @@ GLUE_FILES = {
 }
 READERS = {
     **{
-        f"table.{each}": (table_of(each), lambda path: read_columns([path], ["a"]))
-        for each in ("csv", "tsv", "json", "jsonl")
+        f"table.{item}": (table_of(item), lambda path: read_columns([path], ["a"]))
+        for item in ("csv", "tsv", "json", "jsonl")
     },
     "nested.jsonl": (table_of("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
     "packed.csv.gz": (gzip.compress(table_of("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),

@@ -114,16 +114,16 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
         content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}{draw.choice(['', '.gz'])}"
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-        found = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():  # without harm every cell is there
             whole += 1
-            assert found == [tuple(row) for row in rows], (seed, found)
-        if found is not None:
+            assert result == [tuple(row) for row in rows], (seed, result)
+        if result is not None:
             read += 1
             expected = list(of_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
             if len(names) == 1:  # pandas leaves white space alone out
-                found, expected = ([row for row in each if row[0].strip()] for each in (found, expected))
-            assert found == expected, (seed, content)
+                result, expected = ([row for row in item if row[0].strip()] for item in (result, expected))
+            assert result == expected, (seed, content)
     assert whole > 0.15 * count and 0.3 * count < read < 0.95 * count, (whole, read)
 
 
@@ -143,44 +143,44 @@ def test_fuzzed_json_lines_equal_the_json_module(suffix, count, tmp_path):
         content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}"
         path.write_bytes(content)
-        found = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():
-            assert found == [tuple(row) for row in rows], seed
+            assert result == [tuple(row) for row in rows], seed
             table = pandas.read_json(io.BytesIO(content), lines=suffix == "jsonl", dtype=False)
-            assert found == list(table[names].itertuples(index=False, name=None))
-        if found is not None:
+            assert result == list(table[names].itertuples(index=False, name=None))
+        if result is not None:
             read += 1
             text = content.decode("utf-8-sig")
             values = json.loads(text) if suffix == "json" else [json.loads(x) for x in text.split("\n") if x.strip()]
-            assert found == [tuple(value[name] for name in names) for value in values], (seed, content)
+            assert result == [tuple(value[name] for name in names) for value in values], (seed, content)
     assert 0.3 * count < read < 0.95 * count, read
 
 
 @COUNTS
 def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
     read = 0
-    inside = [each for each in PIECES if each != "\u2028"]
+    inside = [item for item in PIECES if item != "\u2028"]
     for seed in range(count):
         draw = random.Random(f"conll{seed}")
         words = [[(text(draw, inside).strip(" ") or "w") for _ in range(draw.randint(1, 5))] for _ in range(4)]
-        tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in each] for each in words]
+        tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in item] for item in words]
         lines = [
-            "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*each, strict=True)) for each in zip(words, tags, strict=True)
+            "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*item, strict=True)) for item in zip(words, tags, strict=True)
         ]
         written = "\n".join(lines)
         content = damaged(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
         path = tmp_path / f"{seed}.txt"
         path.write_bytes(content)
-        found = rows_or_none(path, lambda path=path: read_conll(path))
+        result = rows_or_none(path, lambda path=path: read_conll(path))
         if content == written.encode():
-            assert found == list(zip(words, tags, strict=True)), seed
-        if found is not None:
+            assert result == list(zip(words, tags, strict=True)), seed
+        if result is not None:
             read += 1
             kept = [line for line in content.decode("utf-8-sig").split("\n") if line.strip(" \t\r\n\v\f")]
             divided = [line for line in kept if "\t" in line]
             form = {"sep": "\t", "quoting": csv.QUOTE_NONE, "header": None, "dtype": str, "keep_default_na": False}
             columns = [pandas.read_csv(io.StringIO(line), lineterminator="\n", **form).iloc[0] for line in divided]
-            flat = [pair for each in found for pair in zip(*each, strict=True)]
+            flat = [pair for item in result for pair in zip(*item, strict=True)]
             if len(divided) == len(kept):
                 assert [word for word, _ in flat] == [row.iloc[0].strip(" \r\v\f") for row in columns], (seed, content)
             assert len(flat) == len(kept) - sum(line.startswith("-DOCSTART-") for line in kept)

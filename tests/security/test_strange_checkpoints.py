@@ -46,7 +46,7 @@ def bert(sources, tmp_path):
 def run(capsys, *argv):
     """Return the exit status and the lines of the error."""
     capsys.readouterr()
-    status = cli.main([str(each) for each in argv])
+    status = cli.main([str(item) for item in argv])
     return status, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
 
 
@@ -71,7 +71,7 @@ def converts(source, out, text):
 def test_nonfinite_tensor_error_names_the_tensor(bert, sources, tmp_path, capsys, number, dtype, name):
     tensors = load_file(bert / "model.safetensors")
     tensors[name].view(-1)[3] = number
-    tensors = {key: each.to(getattr(torch, dtype or "float32")) for key, each in tensors.items()}
+    tensors = {key: item.to(getattr(torch, dtype or "float32")) for key, item in tensors.items()}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
     for argv in converts(bert, tmp_path / "out", sources["text"]):
         line = one_line(capsys, *argv)
@@ -107,7 +107,7 @@ def test_safetensors_offsets_must_be_integers(bert, sources, tmp_path, capsys, c
     header = json.loads(raw[8 : 8 + length])
     for name, entry in header.items():
         if name != "__metadata__":
-            entry["data_offsets"] = [change(each) for each in entry["data_offsets"]]
+            entry["data_offsets"] = [change(item) for item in entry["data_offsets"]]
     changed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(changed)) + changed + raw[8 + length :])
     for argv in converts(bert, tmp_path / "out", sources["text"]):
@@ -232,7 +232,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(measure.SavedFrontier, "save", stopped)
-    assert cli.main([str(each) for each in argv]) == 130
+    assert cli.main([str(item) for item in argv]) == 130
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
@@ -247,8 +247,8 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     at_once = [*argv[:3], tmp_path / "at_once", *argv[4:]]
     assert run(capsys, *at_once)[0] == 0
     losses = [
-        {row["name"]: row["loss"] for row in json.loads((each / "frontier.json").read_text())["rows"]}
-        for each in (out, tmp_path / "at_once")
+        {row["name"]: row["loss"] for row in json.loads((item / "frontier.json").read_text())["rows"]}
+        for item in (out, tmp_path / "at_once")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert "is not empty" in one_line(capsys, *argv)
@@ -267,9 +267,9 @@ def call(*argv, cwd=None, prefix="", **variables):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_closed_stdout_is_handled(sources, tmp_path, unbuffered):
     argv = ["convert", sources["bert"], "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "o"]
-    found = call(*argv, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
-    assert found.returncode == 2 and "Traceback" not in found.stderr and "Exception ignored" not in found.stderr
-    assert "error: The standard output cannot be written" in found.stderr
+    result = call(*argv, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    assert "error: The standard output cannot be written" in result.stderr
     assert (tmp_path / "o/model.safetensors").is_file() and (tmp_path / "o/config.json").is_file()
 
 
@@ -282,9 +282,9 @@ def test_invalid_environment_prints_one_line(sources, tmp_path):
         ),
         ("PYTHONOPTIMIZE=2", {"PYTHONOPTIMIZE": "2"}),
     ):
-        found = call("inspect", sources["bert"], **options)
-        lines = found.stderr.splitlines()
-        assert found.returncode == 2 and len(lines) == 1 and message in lines[0], found.stderr[-2000:]
+        result = call("inspect", sources["bert"], **options)
+        lines = result.stderr.splitlines()
+        assert result.returncode == 2 and len(lines) == 1 and message in lines[0], result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_transcription_prints_no_warnings(tmp_path, capsys):
     (source / "generation_config.json").write_text(json.dumps(settings | {"max_length": 448}))
     folder = recordings(tmp_path / "audio", 60, seconds=0.5)
     argv = ["--calibration_audio_dir", folder, "--fit_steps", 0, "--output_dir", tmp_path / "out", "--disable_tqdm"]
-    found = call("convert", source, "--num_key_value_heads", 4, *argv)
-    assert found.returncode == 0 and "[transformers]" not in found.stderr, found.stderr
+    result = call("convert", source, "--num_key_value_heads", 4, *argv)
+    assert result.returncode == 0 and "[transformers]" not in result.stderr, result.stderr
 
 
 def test_trainer_files_are_kept(bert, tmp_path):
@@ -339,7 +339,7 @@ def test_inspect_states_what_is_counted(sources, tmp_path, capsys):
 
 
 def test_missing_tensors_report_names_the_folder(bert, sources, tmp_path, caplog):
-    tensors = {name: each for name, each in load_file(bert / "model.safetensors").items() if "pooler" not in name}
+    tensors = {name: item for name, item in load_file(bert / "model.safetensors").items() if "pooler" not in name}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
     transformers.logging.set_verbosity_warning()
     logger = logging.getLogger("transformers")

@@ -122,12 +122,12 @@ def test_copies_and_pickles_share_independently(name, form):
     torch.save(model, file)
     file.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-    for each in copies:
-        assert type(each) is type(model) and is_shared(each) and vars(each)[EXPANSION].module is each
-        assert torch.equal(each.generate(**batch, **BEAMS), expected)
-        share_memory(each, False)
-        assert not any(isinstance(module, SharesMemory) for module in each.modules()) and EXPANSION not in vars(each)
-        assert torch.equal(each.generate(**batch, **BEAMS), expected)
+    for item in copies:
+        assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION].module is item
+        assert torch.equal(item.generate(**batch, **BEAMS), expected)
+        share_memory(item, False)
+        assert not any(isinstance(module, SharesMemory) for module in item.modules()) and EXPANSION not in vars(item)
+        assert torch.equal(item.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
 
 
@@ -137,9 +137,9 @@ def test_deleted_sharing_model_is_freed_immediately():
     try:
         for change in (lambda model: model, share_memory):
             model = change(tiny_model("t5"))
-            found = weakref.ref(model)
+            result = weakref.ref(model)
             del model
-            assert found() is None
+            assert result() is None
     finally:
         gc.enable()
 
@@ -151,14 +151,14 @@ def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
     rows = [{key: value[i] for key, value in batch.items()} | {"labels": torch.arange(4, 9)} for i in range(3)]
     options = {"predict_with_generate": True, "generation_num_beams": 3, "generation_max_length": 7, "max_steps": 2}
     options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0}
-    found = []
+    result = []
     for change in (lambda model: model, share_memory):
         model = change(tiny_model(name))
         args = transformers.Seq2SeqTrainingArguments(str(tmp_path), learning_rate=1e-2, **options)
         trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows)
         trainer.train()
-        found.append((model.state_dict(), trainer.predict(rows).predictions))
-    (weights, tokens), (ours, our_tokens) = found
+        result.append((model.state_dict(), trainer.predict(rows).predictions))
+    (weights, tokens), (ours, our_tokens) = result
     assert all(torch.equal(ours[key], weight) for key, weight in weights.items())
     assert (our_tokens == tokens).all() and not torch.equal(
         next(iter(weights.values())), next(iter(tiny_model(name).state_dict().values()))
@@ -171,8 +171,8 @@ def test_saved_sharing_model_equals_transformers(name, tmp_path):
     share_memory(tiny_model(name)).save_pretrained(tmp_path / "shared")
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
-    for each in names:
-        assert (tmp_path / "plain" / each).read_bytes() == (tmp_path / "shared" / each).read_bytes()
+    for item in names:
+        assert (tmp_path / "plain" / item).read_bytes() == (tmp_path / "shared" / item).read_bytes()
 
 
 class OwnModel(transformers.T5ForConditionalGeneration):

@@ -77,13 +77,13 @@ def test_sharing_whisper_word_timestamps_equal_transformers(checkpoint, way, for
 def test_returned_dictionary_contains_the_cache(checkpoint, way, form):
     """Check the cache that Whisper splits by batch row and layer, and joins again."""
     options = WAYS[way] | {"return_dict_in_generate": True, "output_scores": True, "force_unique_generate_call": True}
-    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
     same(ours["sequences"], theirs["sequences"])
     options.pop("force_unique_generate_call")
-    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
     if not isinstance(theirs, torch.Tensor):
         same(ours["sequences"], theirs["sequences"])
-        mine, other = (cache_of(each).cross_attention_cache.layers for each in (ours, theirs))
+        mine, other = (cache_of(item).cross_attention_cache.layers for item in (ours, theirs))
         for one, two in zip(mine, other, strict=True):
             assert one.keys.shape == two.keys.shape
             if way != "beams":  # of beams upstream's has rows of the first sentence alone

@@ -60,7 +60,7 @@ def test_every_local_sweep_file_runs(path, values, tmp_path, monkeypatch):
     given = [f"{name}={value}" for name, value in given.items() if f"${{{name}}}" in text]
     argv = ["sweep", str(tmp_path / "file.yaml"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]
     assert cli.main([*argv, "--set", *given]) == 0
-    found = json.loads((tmp_path / "out/sweep_results.json").read_text())
-    assert all(each["runs"].keys() == {"0"} for each in found["contestants"])
-    assert all(name in each["spread"] for each in found["contestants"] for name in found["metrics"])
+    result = json.loads((tmp_path / "out/sweep_results.json").read_text())
+    assert all(item["runs"].keys() == {"0"} for item in result["contestants"])
+    assert all(name in item["spread"] for item in result["contestants"] for name in result["metrics"])
     assert (tmp_path / "out/sweep_results.png").read_bytes().startswith(b"\x89PNG")

@@ -39,13 +39,13 @@ def dry_run(tmp_path, capsys):
             assert status == 2 and printed.err.count("\n") == 1, printed.err
             return printed.err
         call.last = printed.out.splitlines()[-1]
-        found, of = [], None
+        result, of = [], None
         for line in printed.out.splitlines()[:-1]:
             if line.startswith("# "):
                 of = line[2:]
             else:
-                found.append((of, shlex.split(line)))
-        return found
+                result.append((of, shlex.split(line)))
+        return result
 
     return call
 
@@ -55,23 +55,23 @@ def value_of(words, flag):
 
 
 def test_plan_has_a_run_per_variant_and_seed(dry_run):
-    found = dry_run(BASE, "--output_dir", "out")
+    result = dry_run(BASE, "--output_dir", "out")
     names = ["multi-head, seed 0", "multi-query, seed 0", "multi-head, seed 1", "multi-query, seed 1"]
-    assert [name for name, _ in found] == names
+    assert [name for name, _ in result] == names
     assert dry_run.last == "# 4 runs, 2 variants"
-    words = found[3][1]
+    words = result[3][1]
     assert words[:2] == ["attn-variants", "pretrain"]
     assert json.loads(value_of(words, "config_overrides")) == FLAGS["config_overrides"]
     assert (value_of(words, "seed"), value_of(words, "num_key_value_heads")) == ("1", "1")
     assert value_of(words, "output_dir") == "out/runs/multi-query/seed-1/trained"
-    assert "--num_key_value_heads" not in found[2][1]
+    assert "--num_key_value_heads" not in result[2][1]
 
 
 def test_grid_multiplies_variants_and_merges_objects(dry_run):
     heads = {"2": {"config_overrides": {"num_attention_heads": 2}}, "4": {"config_overrides": {"hidden_size": 64}}}
-    found = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
-    assert len(found) == 8 and dry_run.last == "# 8 runs, 8 variants"
-    name, words = found[-1]
+    result = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
+    assert len(result) == 8 and dry_run.last == "# 8 runs, 8 variants"
+    name, words = result[-1]
     assert name == "multi-query, heads 4, learning_rate 0.0001, seed 5"
     assert json.loads(value_of(words, "config_overrides")) == {"hidden_size": 64, "num_hidden_layers": 1}
     assert value_of(words, "learning_rate") == "0.0001"
@@ -88,17 +88,17 @@ def test_conversions_come_first_and_references_are_not_multiplied(dry_run):
         "references": {"as it is": {"convert": None}},
         "grid": {"convert.num_key_value_heads": [1, 2]},
     }
-    found = dry_run(content, "--output_dir", "out")
-    assert [name for name, _ in found] == [
+    result = dry_run(content, "--output_dir", "out")
+    assert [name for name, _ in result] == [
         *["mean, num_key_value_heads 1, seed 3"] * 2,
         *["mean, num_key_value_heads 2, seed 3"] * 2,
         "as it is, seed 3",
     ]
-    convert, train = (words for _, words in found[2:4])
+    convert, train = (words for _, words in result[2:4])
     assert convert[1] == "convert" and value_of(convert, "num_key_value_heads") == "2"
     assert value_of(convert, "seed") == "3" and value_of(convert, "method") == "mean"
     assert value_of(convert, "output_dir") == value_of(train, "model_name_or_path")
-    assert value_of(found[-1][1], "model_name_or_path") == "a/model"
+    assert value_of(result[-1][1], "model_name_or_path") == "a/model"
 
 
 def test_flag_kinds_become_arguments_and_launchers(dry_run, tmp_path):
@@ -149,9 +149,9 @@ grid:
 
 
 def test_variables_keep_their_type(dry_run):
-    found = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
-    assert [name for name, _ in found] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
-    words = found[0][1]
+    result = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
+    assert [name for name, _ in result] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
+    words = result[0][1]
     assert value_of(words, "tokenizer_name") == "x/y/tokenizer" and value_of(words, "max_train_steps") == "7"
     assert json.loads(value_of(words, "config_overrides")) == {"num_hidden_layers": 2}
 
@@ -188,8 +188,8 @@ def test_variables_keep_their_type(dry_run):
     ],
 )
 def test_sweep_file_error_is_one_line(dry_run, change, message):
-    found = dry_run(BASE | change)
-    assert isinstance(found, str) and message in found, found
+    result = dry_run(BASE | change)
+    assert isinstance(result, str) and message in result, result
 
 
 @pytest.mark.parametrize(

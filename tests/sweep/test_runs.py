@@ -63,15 +63,15 @@ def run(path, out, *more):
 
 def results_without_times(out):
     """Return all results of a sweep without times."""
-    found = json.loads((out / "sweep_results.json").read_text())
+    result = json.loads((out / "sweep_results.json").read_text())
 
     def without_times(value):
         if isinstance(value, dict):
-            return {key: without_times(each) for key, each in value.items() if not key.endswith(TIMES)}
+            return {key: without_times(item) for key, item in value.items() if not key.endswith(TIMES)}
         return value
 
     table = [line.split("|") for line in (out / "sweep_results.md").read_text().splitlines() if line.startswith("| ")]
-    return [without_times(each) for each in found["contestants"]], [cells[:-3] + cells[-2:] for cells in table]
+    return [without_times(item) for item in result["contestants"]], [cells[:-3] + cells[-2:] for cells in table]
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +84,18 @@ def undisturbed(sweep_file, tmp_path_factory):
 @pytest.mark.thorough
 def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
     contestants, table = results_without_times(undisturbed)
-    assert [each["name"] for each in contestants] == ["multi-head", "grouped"]
-    assert all(each["seeds"] == [0, 1] and set(each["runs"]) == {"0", "1"} for each in contestants)
+    assert [item["name"] for item in contestants] == ["multi-head", "grouped"]
+    assert all(item["seeds"] == [0, 1] and set(item["runs"]) == {"0", "1"} for item in contestants)
     # Every number is that of the training's own file, and the spread is that of these numbers.
-    for name, each in zip(("multi-head", "grouped"), contestants, strict=True):
+    for name, item in zip(("multi-head", "grouped"), contestants, strict=True):
         own = [
             json.loads((undisturbed / f"runs/{name}/seed-{seed}/trained/all_results.json").read_text())
             for seed in (0, 1)
         ]
         for metric in ("eval_pearson", "eval_loss", "num_parameters"):
             values = [results[metric] for results in own]
-            assert [each["runs"][str(seed)][metric] for seed in (0, 1)] == values
-            spread = each["spread"][metric]
+            assert [item["runs"][str(seed)][metric] for seed in (0, 1)] == values
+            spread = item["spread"][metric]
             assert spread["mean"] == pytest.approx(sum(values) / 2, rel=1e-12)
             assert (spread["min"], spread["max"]) == (min(values), max(values))
         assert own[0]["eval_loss"] != own[1]["eval_loss"] and own[0]["seed"] == 0 and own[1]["seed"] == 1
@@ -153,7 +153,7 @@ def test_failed_run_does_not_affect_other_runs(undisturbed, sweep_file, tmp_path
         ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` must only be given"),
         ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` must be a field of "),
     ],
-    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+    ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
 )
 def test_impossible_conversion_raises_before_any_run(flags, message, sweep_file, tmp_path, capsys):
     texts = tmp_path / "texts.csv"
@@ -330,8 +330,8 @@ def results_of(points, **more):
         }
         for variant, point, loss in points
     ]
-    found = {"title": "costs $ and $", "command": "uptrain", "metrics": ["eval_loss"], "curve": None}
-    return found | {"contestants": contestants} | more
+    result = {"title": "costs $ and $", "command": "uptrain", "metrics": ["eval_loss"], "curve": None}
+    return result | {"contestants": contestants} | more
 
 
 def test_plot_has_curves_for_numbers_and_bars_for_names():
@@ -349,9 +349,9 @@ def test_plot_has_curves_for_numbers_and_bars_for_names():
 
 
 def test_models_that_ignore_their_context_are_named():
-    found = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
-    assert markdown(found).endswith("|\n")
-    for each, passed in zip(found["contestants"], (True, False), strict=True):
-        each["runs"]["0"]["gate_passed"] = passed
-    warning = markdown(found).partition("|\n\n")[2]
+    result = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
+    assert markdown(result).endswith("|\n")
+    for item, passed in zip(result["contestants"], (True, False), strict=True):
+        item["runs"]["0"]["gate_passed"] = passed
+    warning = markdown(result).partition("|\n\n")[2]
     assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1

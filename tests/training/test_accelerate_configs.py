@@ -161,9 +161,9 @@ def losses(folder):
 
 
 def weights_are_close(one, other):
-    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert found.keys() == expected.keys()
-    return all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+    result, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert result.keys() == expected.keys()
+    return all(torch.allclose(result[name], expected[name], atol=1e-5) for name in result)
 
 
 def glue_flags(model, glue, out, batch_size, *more):

@@ -74,11 +74,11 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
     kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
     statuses, output = run_processes(1, run_script, "run_glue", flags(tiny_bert, glue, killed, *more), kill)
     assert statuses == [-signal.SIGKILL], output
-    found = [path.name for path in checkpoints.list_checkpoints(killed)]
+    result = [path.name for path in checkpoints.list_checkpoints(killed)]
     if in_checkpoint:
-        assert found[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
+        assert result[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
     else:
-        assert found == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
+        assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
     results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
     assert records(killed) == records(whole)
     untimed = [

@@ -40,8 +40,8 @@ def load(tmp_path):
             content = text if isinstance(text, bytes) else text.encode()
             (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
-            if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
-                argv += [f"--{flag}", *found]
+            if result := [str(tmp_path / name) for name in files if name.startswith(start)]:
+                argv += [f"--{flag}", *result]
         return load_classification_data(parse_args([*argv, *map(str, flags)]), config)
 
     return call
@@ -264,13 +264,13 @@ def test_all_file_formats_give_the_same_rows(load):
         {"train.json": listed},
         {"train.jsonl.gz": lines},
     ):
-        found = load(files)
-        assert columns_of(found.splits["train"]) == {
+        result = load(files)
+        assert columns_of(result.splits["train"]) == {
             "text1": [text for text, _ in rows],
             "index": [1, 2, 3],
             "label": [1, 0, 1],
         }
-        assert found.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and found.text_columns == ("text",)
+        assert result.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and result.text_columns == ("text",)
     tabs = load({"train.tsv": 'text\tlabel\na "b\t0\nc\t1\n'})
     assert columns_of(tabs.splits["train"])["text1"] == ['a "b', "c"]
 
@@ -293,14 +293,14 @@ def test_second_file_without_the_label_column_is_named(load, second):
 
 def test_pairs_nested_columns_and_unusual_names_are_read(load):
     rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
-    found = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
-    assert columns_of(found.splits["train"]) == {
+    result = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
+    assert columns_of(result.splits["train"]) == {
         "text1": ["a", "c"],
         "text2": ["b", "d"],
         "index": [1, 2],
         "label": [0.5, 3.0],
     }
-    assert found.scheme.problem_type == REGRESSION
+    assert result.scheme.problem_type == REGRESSION
 
 
 def test_decimal_comma_raises_an_error(load):
@@ -314,11 +314,11 @@ def test_decimal_comma_raises_an_error(load):
 def test_multilabel_cells_and_lists_are_read(load):
     flags = "--label_separator", ";"
     cells = load({"train.csv": "text,labels\na,x;y\nb,\nc,z; x\n"}, *flags)
-    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": each}) + "\n" for t, each in (
+    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": item}) + "\n" for t, item in (
         ("a", ["x", "y"]), ("b", []), ("c", ["z", "x"])))})  # fmt: skip
-    for found in (cells, lists):
-        assert found.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
-        assert found.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
+    for result in (cells, lists):
+        assert result.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
+        assert result.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
 
 
 TRAIN = "text,label\na,x\nb,y\n"
@@ -365,12 +365,12 @@ def test_table_error_names_the_row(load, dev, message):
 def test_json_object_error_names_the_row(load, row, message):
     rows = [{"text": "a", "label": "x"}, row, {"text": "c", "label": "y"}]
     with pytest.raises(ValueError, match=message):
-        load({"train.jsonl": "".join(json.dumps(each) + "\n" for each in rows)})
+        load({"train.jsonl": "".join(json.dumps(item) + "\n" for item in rows)})
 
 
 def test_blank_texts_are_kept_with_a_warning(load, caplog):
-    found = load({"train.csv": "text,label\n,x\nb,y\n \t,y\n"})
-    assert found.splits["train"].data["text1"][:] == ["", "b", " \t"]
+    result = load({"train.csv": "text,label\n,x\nb,y\n \t,y\n"})
+    assert result.splits["train"].data["text1"][:] == ["", "b", " \t"]
     assert "train: 2 of 3 rows have a blank text" in caplog.text
     assert "train.csv, line 2, row 1" in caplog.text
 
@@ -383,8 +383,8 @@ def test_single_class_raises_an_error(load):
 
 
 def test_labels_that_differ_only_in_case_stay_distinct_with_a_warning(load, caplog):
-    found = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
-    assert found.scheme.names == ("Good", "bad", "good")
+    result = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
+    assert result.scheme.names == ("Good", "bad", "good")
     assert "differ only in case are different labels: 'Good', 'good'" in caplog.text
 
 
@@ -402,9 +402,9 @@ def test_given_problem_type_is_used(load):
 
 
 def test_label_names_may_be_reordered_and_extended(load, caplog):
-    found = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
-    assert found.scheme.names == ("z", "y", "x") and found.splits["train"].data["label"][:] == [2, 1]
-    assert found.splits["validation"].data["label"][:] == [0]
+    result = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
+    assert result.scheme.names == ("z", "y", "x") and result.splits["train"].data["label"][:] == [2, 1]
+    assert result.splits["validation"].data["label"][:] == [0]
     assert "No training row has the labels 'z'" in caplog.text
     with pytest.raises(ValueError, match=r"train.csv, line 3, row 2, column 'label'.*'x', 'z', got 'y'"):
         load({"train.csv": TRAIN}, "--labels", "x", "z")
@@ -420,8 +420,8 @@ def test_label_names_may_be_reordered_and_extended(load, caplog):
     ],
 )
 def test_test_table_may_have_labels(load, test, labels):
-    found = load({"train.csv": TRAIN, "test.csv": test}).splits["test"]
-    assert len(found) == 2 and (found.data["label"][:] if "label" in found.data.column_names else None) == labels
+    result = load({"train.csv": TRAIN, "test.csv": test}).splits["test"]
+    assert len(result) == 2 and (result.data["label"][:] if "label" in result.data.column_names else None) == labels
 
 
 def test_partly_labeled_test_table_raises_an_error(load):
@@ -454,8 +454,8 @@ def test_evaluation_uses_the_labels_of_the_model(load):
     assert load(rows, *only, config=classifier(["b", "a"])).splits["validation"].data["label"][:] == [0, 1]
     numbers = {"dev.csv": "text,label\na,1\nc,0\n"}
     assert load(numbers, *only, config=classifier(["LABEL_0", "LABEL_1"])).scheme.names == ("0", "1")
-    found = load(numbers, *only, config=classifier(["score"], REGRESSION))
-    assert found.splits["validation"].data["label"][:] == [1.0, 0.0]
+    result = load(numbers, *only, config=classifier(["score"], REGRESSION))
+    assert result.splits["validation"].data["label"][:] == [1.0, 0.0]
     alone = load({"test.csv": "text,other\na,b\n"}, *only, config=classifier(["b", "a"]))
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
@@ -483,14 +483,17 @@ def test_class_names_come_from_the_dataset(load_source):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["world", "sports"])})
     rows = Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
     hidden = Dataset.from_dict({"text": ["c", "d"], "label": [-1, -1]}, features=features)
-    found = load_source({"train": rows, "validation": rows, "test": hidden})
-    assert found.scheme == LabelScheme(SINGLE_LABEL, ("world", "sports"))
-    assert found.splits["train"].data["label"][:] == [0, 1] and "label" not in found.splits["test"].data.column_names
+    result = load_source({"train": rows, "validation": rows, "test": hidden})
+    assert result.scheme == LabelScheme(SINGLE_LABEL, ("world", "sports"))
+    assert result.splits["train"].data["label"][:] == [0, 1] and "label" not in result.splits["test"].data.column_names
     several = Features({"text": Value("string"), "label": ListFeature(ClassLabel(names=["joy", "anger"]))})
     many = Dataset.from_dict({"text": ["a", "b"], "label": [[1], [0, 1]]}, features=several)
-    found = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
-    assert found.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(found.splits) == ["train", "validation"]
-    assert found.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
+    result = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
+    assert result.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(result.splits) == [
+        "train",
+        "validation",
+    ]
+    assert result.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
 
 
 def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
@@ -499,12 +502,12 @@ def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
         Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features),
         ("--num_train_epochs", "0"),
     )
-    found = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
-    assert found.scheme.names == ("neg", "pos") and found.splits["validation"].data["label"][:] == [1, 0]
+    result = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
+    assert result.scheme.names == ("neg", "pos") and result.splits["validation"].data["label"][:] == [1, 0]
     with pytest.raises(ValueError, match="'0', '1', '2', got 'pos'"):
         load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1", "LABEL_2"]))
-    found = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
-    assert found.splits["validation"].data["label"][:] == [0, 1]
+    result = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
+    assert result.splits["validation"].data["label"][:] == [0, 1]
 
 
 def test_invalid_dataset_raises_an_error(load_source):

@@ -41,43 +41,43 @@ def made(kind, classes, rows=60, seed=0):
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_single_label_scores_equal_scikit_learn(classes):
-    scheme, found, labels = made(SINGLE_LABEL, classes)
+    scheme, result, labels = made(SINGLE_LABEL, classes)
     values, details = (
-        compute_classification_metrics(scheme, found, labels),
-        compute_metric_details(scheme, found, labels),
+        compute_classification_metrics(scheme, result, labels),
+        compute_metric_details(scheme, result, labels),
     )
     assert tuple(values) == METRICS_BY_PROBLEM[SINGLE_LABEL]
-    assert values["accuracy"] == values["f1_micro"] == pytest.approx((found.chosen == labels).mean())
-    precision, recall, f1, support = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["accuracy"] == values["f1_micro"] == pytest.approx((result.chosen == labels).mean())
+    precision, recall, f1, support = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     rows = details["per_class"].values()
     for name, expected in (("precision", precision), ("recall", recall), ("f1", f1), ("support", support)):
         assert [row[name] for row in rows] == pytest.approx(expected.tolist())
-    shares = found.probabilities[:, 1] if classes == 2 else found.probabilities
+    shares = result.probabilities[:, 1] if classes == 2 else result.probabilities
     assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr"))
     matrix = np.array(details["confusion_matrix"])
-    assert matrix.sum() == len(labels) and matrix.trace() == (found.chosen == labels).sum()
+    assert matrix.sum() == len(labels) and matrix.trace() == (result.chosen == labels).sum()
     assert matrix.sum(1).tolist() == support.tolist()
     assert matrix.sum(0).tolist() == [row["predicted"] for row in rows] and "undefined" not in details
 
 
 def test_multilabel_scores_equal_scikit_learn():
-    scheme, found, labels = made(MULTI_LABEL, 4)
+    scheme, result, labels = made(MULTI_LABEL, 4)
     values, details = (
-        compute_classification_metrics(scheme, found, labels),
-        compute_metric_details(scheme, found, labels),
+        compute_classification_metrics(scheme, result, labels),
+        compute_metric_details(scheme, result, labels),
     )
     assert values.keys() == set(METRICS_BY_PROBLEM[MULTI_LABEL]) and "confusion_matrix" not in details
-    assert values["accuracy"] == pytest.approx((found.chosen == labels).all(1).mean())
-    right, said, true = (found.chosen * labels).sum(), found.chosen.sum(), labels.sum()
-    assert values["f1_micro"] == pytest.approx(2 * right / (said + true))
-    precision, recall, f1, _ = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["accuracy"] == pytest.approx((result.chosen == labels).all(1).mean())
+    right, printed, true = (result.chosen * labels).sum(), result.chosen.sum(), labels.sum()
+    assert values["f1_micro"] == pytest.approx(2 * right / (printed + true))
+    precision, recall, f1, _ = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     assert [row["precision"] for row in details["per_class"].values()] == pytest.approx(precision.tolist())
     assert [row["recall"] for row in details["per_class"].values()] == pytest.approx(recall.tolist())
-    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, found.probabilities))
-    many = Predictions(scheme, np.log(found.probabilities / (1 - found.probabilities)), 0.2)
-    assert many.chosen.sum() == (found.probabilities > 0.2).sum() > said
+    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, result.probabilities))
+    many = Predictions(scheme, np.log(result.probabilities / (1 - result.probabilities)), 0.2)
+    assert many.chosen.sum() == (result.probabilities > 0.2).sum() > printed
 
 
 def test_single_optional_label_is_scored_as_a_binary_label():
@@ -94,13 +94,13 @@ def test_single_optional_label_is_scored_as_a_binary_label():
 
 
 def test_regression_scores_equal_reference_values():
-    scheme, found, labels = made(REGRESSION, 0)
-    values = compute_classification_metrics(scheme, found, labels)
+    scheme, result, labels = made(REGRESSION, 0)
+    values = compute_classification_metrics(scheme, result, labels)
     assert tuple(values) == METRICS_BY_PROBLEM[REGRESSION]
-    assert values["rmse"] == pytest.approx(math.sqrt(((found.chosen - labels) ** 2).mean()))
-    assert values["mae"] == pytest.approx(np.abs(found.chosen - labels).mean())
-    assert values["pearson"] == pytest.approx(np.corrcoef(found.chosen, labels)[0, 1])
-    ranks = [np.argsort(np.argsort(each)) for each in (found.chosen, labels)]
+    assert values["rmse"] == pytest.approx(math.sqrt(((result.chosen - labels) ** 2).mean()))
+    assert values["mae"] == pytest.approx(np.abs(result.chosen - labels).mean())
+    assert values["pearson"] == pytest.approx(np.corrcoef(result.chosen, labels)[0, 1])
+    ranks = [np.argsort(np.argsort(item)) for item in (result.chosen, labels)]
     assert values["spearmanr"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
@@ -113,9 +113,9 @@ def test_metrics_to_minimize_are_known():
 
 def scored(kind, names, logits, labels):
     scheme = LabelScheme(kind, names)
-    found = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
-    return compute_classification_metrics(scheme, found, np.array(labels)), compute_metric_details(
-        scheme, found, np.array(labels)
+    result = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
+    return compute_classification_metrics(scheme, result, np.array(labels)), compute_metric_details(
+        scheme, result, np.array(labels)
     )
 
 
@@ -195,7 +195,7 @@ def test_confusion_matrix_is_plotted_with_any_names(tmp_path, count, caplog, rec
     matrix = np.random.default_rng(0).integers(20_000, size=(count, count)).tolist()
     draw_confusion_matrix(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG") and not caplog.text
-    assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]
+    assert not [str(item.message) for item in recwarn if "Glyph" in str(item.message)]
 
 
 def test_long_names_are_shortened_to_one_line():

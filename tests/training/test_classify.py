@@ -37,7 +37,7 @@ def run(tiny_bert, tmp_path):
         argv += ["--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
         for name, path in (("train", train), ("validation", dev), ("test", test)):
             argv += [f"--{name}_file", path] if path is not None else []
-        return main(parse_args([str(each) for each in [*argv, *flags]])), tmp_path / out
+        return main(parse_args([str(item) for item in [*argv, *flags]])), tmp_path / out
 
     return call
 
@@ -102,11 +102,11 @@ def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, ta
     argv = [tiny_bert, "--task_name", task, "--data_dir", glue / folder, "--output_dir", tmp_path / "glue", *shared]
     argv += ["--max_length", 24, "--cpu", "--disable_tqdm", "--per_device_train_batch_size", 6]
     argv += ["--learning_rate", "5e-3", "--skip_predict"]
-    theirs = glue_command.main(glue_command.parse_args([str(each) for each in argv]))
+    theirs = glue_command.main(glue_command.parse_args([str(item) for item in argv]))
     same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
     assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
-    found, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # Whole runs
@@ -184,8 +184,8 @@ def test_multilabel_model_is_trained(run, sorts, learner):
     # transformers' own pipeline says the same.
     classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
     for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
-        said = {each["label"]: each["score"] for each in classifier([text])[0]}
-        assert said == pytest.approx(row["probabilities"], abs=1e-4)
+        printed = {item["label"]: item["score"] for item in classifier([text])[0]}
+        assert printed == pytest.approx(row["probabilities"], abs=1e-4)
 
 
 @pytest.mark.thorough
@@ -245,7 +245,7 @@ def test_resumed_run_does_not_report_new_weights(run, sorts, caplog, monkeypatch
         caplog.clear()
         log.setLevel(logging.WARNING)
         try:
-            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / each) for each in more[1:]), out=out)
+            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / item) for item in more[1:]), out=out)
         finally:
             log.setLevel(logging.NOTSET)
         assert ("newly initialized" in caplog.text) == (out == "out")
@@ -258,8 +258,8 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     known = "--num_train_epochs", 0
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         scored, again = run(None, None, *known, model=out, out="again", test=dev)
-    said = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
-    assert f"{out / 'all_results.json'}: {said}" in caplog.text
+    printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
+    assert f"{out / 'all_results.json'}: {printed}" in caplog.text
     assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
     # What was predicted with knows them too, and what is given goes before.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
@@ -284,8 +284,8 @@ def test_finished_model_keeps_its_problem_type(run, sorts, caplog):
     assert given["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
-    said = f"cut at 12 tokens, but the model was trained with --max_length 24 ({out / 'all_results.json'})"
-    assert said in caplog.text
+    printed = f"cut at 12 tokens, but the model was trained with --max_length 24 ({out / 'all_results.json'})"
+    assert printed in caplog.text
 
 
 def test_threshold_for_single_labels_raises_an_error(run, sorts, tmp_path):
@@ -485,5 +485,5 @@ def test_classify_prints_what_it_learns(run, sorts, caplog, capsys):
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     assert "train: 49 rows with labels 'animal' 16, 'both' 16, 'thing' 17 (single_label_classification)" in caplog.text
-    said = capsys.readouterr().out
-    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", printed)

@@ -44,11 +44,11 @@ def write_csv(path, header, rows):
 
 
 def call(command, *argv):
-    return command.main(command.parse_args([str(each) for each in [*argv, *QUIET]]))
+    return command.main(command.parse_args([str(item) for item in [*argv, *QUIET]]))
 
 
 def classify(*argv):
-    return main(parse_args([str(each) for each in [*argv, *QUIET]]))
+    return main(parse_args([str(item) for item in [*argv, *QUIET]]))
 
 
 TABLES = [("sst2", "SST-2", []), ("stsb", "STS-B", []), ("mnli", "MNLI", NLI)]
@@ -170,7 +170,7 @@ def test_classify_two_processes_give_the_scores_of_one(tiny_bert, tmp_path):
         given = ["--model_name_or_path", tiny_bert, "--train_file", table, "--validation_file", table]
         given += ["--test_file", table, "--max_train_steps", 4, "--dropout_rate", 0, "--learning_rate", "5e-3"]
         given += ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", 2, "--max_length", 12]
-        return [str(each) for each in [*given, *QUIET, "--output_dir", tmp_path / out, "--class_weights", "balanced"]]
+        return [str(item) for item in [*given, *QUIET, "--output_dir", tmp_path / out, "--class_weights", "balanced"]]
 
     one = main(parse_args(argv("one", 4)))
     statuses, output = run_processes(2, run_script, "run_classification", argv("two", 2))

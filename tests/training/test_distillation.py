@@ -99,21 +99,21 @@ def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
     teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
     with torch.no_grad():
         student.classifier.bias.add_(1.0)
-    found, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
+    actual, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
     p, q = theirs.sigmoid(), ours.sigmoid()
     of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
     expected = float(of_labels) if problem.startswith("multi") else 0.0
-    assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
+    assert float(actual) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
 
 
 def test_discriminator_outputs_are_compared_per_token_without_padding():
-    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+    electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
     batch = electra.batch("ElectraForPreTraining")
-    found, ours, theirs = _logits_term(student, teacher, batch)
+    actual, ours, theirs = _logits_term(student, teacher, batch)
     p, q, mask = theirs.sigmoid(), ours.sigmoid(), batch["attention_mask"]
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    assert float(found) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
+    assert float(actual) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
 
 
 def test_score_error_is_a_share_of_the_variance():
@@ -142,7 +142,7 @@ def test_score_error_is_a_share_of_the_variance():
     ],
 )
 def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, answer):
-    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+    electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     assert logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
         assert logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
@@ -167,9 +167,9 @@ def test_encoder_decoder_answers_are_distributions_over_the_text():
     model = T5.model("T5ForQuestionAnswering")
     ids = torch.tensor([[3, 4, 5, 1], [3, 4, 1, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    found = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
-    assert found.span_logits.shape == (2, 2, 4) and found.logits is None
-    assert found.span_logits.softmax(-1)[1, :, 3].max() == 0
+    actual = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
+    assert actual.span_logits.shape == (2, 2, 4) and actual.logits is None
+    assert actual.span_logits.softmax(-1)[1, :, 3].max() == 0
 
 
 def test_cross_entropy_and_embedding_distance_equal_their_formulas():
@@ -223,14 +223,14 @@ def test_teacher_encodes_long_text_in_pieces():
     teacher = Teacher(model, hidden_states=True, attention_outputs=True, max_length=4)
     ids = torch.randint(3, 20, (2, 10), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(10) < torch.tensor([[10], [5]])).long()
-    found = teacher.run({"input_ids": ids, "attention_mask": mask})
+    actual = teacher.run({"input_ids": ids, "attention_mask": mask})
     alone = Teacher(model, hidden_states=True, attention_outputs=True)
     for row, (first, last) in ((0, (0, 4)), (0, (4, 8)), (0, (8, 10)), (1, (0, 4)), (1, (4, 5))):
         piece = ids[row : row + 1, first:last]
         expected = alone.run({"input_ids": piece, "attention_mask": torch.ones_like(piece)})
-        torch.testing.assert_close(found.logits[row, first:last], expected.logits[0])
+        torch.testing.assert_close(actual.logits[row, first:last], expected.logits[0])
         for kind in ("hidden_states", "attention_outputs"):
-            pairs = zip(getattr(found, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
+            pairs = zip(getattr(actual, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
             for whole, part in pairs:
                 assert whole.shape[:2] == (2, 10)
                 torch.testing.assert_close(whole[row, first:last], part[0])

@@ -56,8 +56,8 @@ def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
     assert statuses == [0, 0], output
     losses, expected = ([loss for _, loss in losses_of(folder)] for folder in (two, one))
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
-    found, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
-    torch.testing.assert_close({name.removeprefix("module."): found[name] for name in found}, kept)
+    result, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
+    torch.testing.assert_close({name.removeprefix("module."): result[name] for name in result}, kept)
 
 
 def test_first_logged_loss_is_the_mean_over_items(tmp_path):
@@ -288,8 +288,8 @@ def test_final_scores_belong_to_the_final_weights(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
         best = {"keep_best": True, "metric_for_best_model": "a"}
-        found = iter(values)
-        loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
+        result = iter(values)
+        loop = make_loop(tmp_path / name, evaluate=lambda result=result: {"a": next(result)}, eval_steps=1, **best)
         loop.run()
         assert loop.has_current_scores() == current
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -77,8 +77,10 @@ def test_resumed_ner_run_is_bitwise_equal(run, tmp_path):
 def test_truncated_words_are_tagged_o_with_a_warning(run, caplog):
     results, out = run("--max_train_steps", 1, "--max_length", 4)
     for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # of four to six words, two are read
-        said = rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
-        assert re.search(said, caplog.text) and int(re.search(said, caplog.text)[1]) > words // 2
+        printed = (
+            rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
+        )
+        assert re.search(printed, caplog.text) and int(re.search(printed, caplog.text)[1]) > words // 2
     tagged = read_conll(out / "predictions_dev.txt")
     assert all(set(tags[2:]) == {"O"} and len(tags) == len(words) for words, tags in tagged)
     assert 0 <= results["eval_accuracy"] < 1
@@ -86,8 +88,8 @@ def test_truncated_words_are_tagged_o_with_a_warning(run, caplog):
 
 def test_scores_count_whole_entities():
     references = [["B-PER", "I-PER", "O", "B-LOC"]]
-    found = score_entities([["B-PER", "O", "O", "B-LOC"]], references)
-    assert found == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
+    result = score_entities([["B-PER", "O", "O", "B-LOC"]], references)
+    assert result == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
     assert score_entities([["O"] * 4], references)["f1"] == 0.0
 
 
@@ -96,9 +98,9 @@ def test_dataset_gives_the_same_sentences_as_files(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
-    found = load_sentences(settings)
-    assert found.keys() == {"train", "validation"}
-    assert found["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
+    result = load_sentences(settings)
+    assert result.keys() == {"train", "validation"}
+    assert result["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
 
 
 def write_dataset(folder, rows, splits=("train", "validation")):
@@ -110,8 +112,8 @@ def write_dataset(folder, rows, splits=("train", "validation")):
 @pytest.mark.parametrize(("tags", "known"), [(["O", "O"], []), (["O", "B-X"], ["O", "B-X"])])
 def test_test_tags_of_a_dataset_are_known_or_all_o(tmp_path, tags, known):
     rows = [{"tokens": ["a", "b"], "ner_tags": tags}]
-    found = write_dataset(tmp_path, rows, ("train", "validation", "test"))
-    assert found["test"] == [(["a", "b"], known)] and found["train"] == [(["a", "b"], tags)]
+    result = write_dataset(tmp_path, rows, ("train", "validation", "test"))
+    assert result["test"] == [(["a", "b"], known)] and result["train"] == [(["a", "b"], tags)]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,8 @@ def test_evaluated_tagger_keeps_its_tags(run, tmp_path, caplog):
     rows = list(sentences())
     for text in ("Ann B-ABC\nleft O\nRome B-LOC\n", "Ann B-PER\nleft B-ORG\n"):
         (tmp_path / "odd.txt").write_text(text)
-        said = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"
-        with pytest.raises(ValueError, match=said):
+        printed = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"
+        with pytest.raises(ValueError, match=printed):
             run("--num_train_epochs", 0, "--validation_file", tmp_path / "odd.txt", model=out, out="odd")
     few = write(tmp_path / "few.txt", [row for row in rows if len(row) == 4])
     _, again = run("--num_train_epochs", 0, "--validation_file", few, model=out, out="again")
@@ -185,8 +187,8 @@ def test_resume_with_other_tags_raises_an_error(run, tmp_path):
 def test_tag_without_training_examples_gives_a_warning(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
-    said = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
-    assert caplog.text.count("No training sentence") == 1 and said in caplog.text
+    printed = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
+    assert caplog.text.count("No training sentence") == 1 and printed in caplog.text
 
 
 @pytest.mark.parametrize(

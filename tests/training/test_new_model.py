@@ -77,7 +77,7 @@ def config_of(command, model_type, *more):
 def test_flag_sets_its_field(name):
     prefix, row = row_of(name)
     value, beside = GIVEN[row.name]
-    stacked = {each if prefix not in row_of(each)[1].prefixes else prefix + each: it for each, it in beside.items()}
+    stacked = {item if prefix not in row_of(item)[1].prefixes else prefix + item: it for item, it in beside.items()}
     given = {**stacked, name: value}
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
     if name == "encoder_attention_kernel":
@@ -92,7 +92,7 @@ def test_commands_have_the_flags_of_their_architectures():
     of_encoders = {row.name for row in FIELDS if "" in row.prefixes}
     for command, expected in ((pretrain, of_encoders), (pretrain_t5, {*NAMES}), (seq2seq, {*NAMES})):
         needed = ["m", "--output_dir", "o", "--train_file", "a", "--max_train_steps", "1"]
-        fields = {each.name: each for each in dataclasses.fields(type(command.parse_args(needed)))}
+        fields = {item.name: item for item in dataclasses.fields(type(command.parse_args(needed)))}
         assert fields.keys() & {*NAMES} == expected
         for name in expected:
             assert describe_field(name).lower() in fields[name].metadata["help"].lower()
@@ -109,7 +109,7 @@ def test_model_flags_need_a_model_from_scratch():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [
         ("", {}),
         ("a=1,b=x,,c=0.5,", {"a": 1, "b": "x", "c": 0.5}),
@@ -121,8 +121,8 @@ def test_model_flags_need_a_model_from_scratch():
         ("a=b=c", {"a": "b=c"}),
     ],
 )
-def test_overrides_may_be_json_or_plain_text(text, found):
-    assert parse_overrides(text) == found
+def test_overrides_may_be_json_or_plain_text(text, result):
+    assert parse_overrides(text) == result
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
 @pytest.mark.parametrize("name", MODELS)
 def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
     model, (blocks, batch) = model_of(name), batch_of(tokenizer)
-    found = make_label_objective(compute_causal_logits).loss_sum(model, batch)
+    actual = make_label_objective(compute_causal_logits).loss_sum(model, batch)
     sums = compute_causal_lm_sums(model, batch)
     assert make_label_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
-    torch.testing.assert_close(found, sums[:, 0].sum())
+    torch.testing.assert_close(actual, sums[:, 0].sum())
     for i, block in enumerate(blocks):
         ids = torch.tensor([[tokenizer.cls_token_id, *block]])
         with torch.no_grad():

@@ -94,7 +94,7 @@ def scratch(model_type="bert", *more):
 
 
 def masked_counts(prepare, blocks):
-    found = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
+    actual = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
     for i, block in enumerate(blocks):
         example = prepare(block, (0, i))
         original = np.concatenate([[prepare.cls_id], block, [prepare.sep_id]])
@@ -103,12 +103,12 @@ def masked_counts(prepare, blocks):
         assert (labels[chosen] == original[chosen]).all() and (inputs[~chosen] == original[~chosen]).all()
         assert not chosen[[0, -1]].any() and (example["labels"][len(original) :] == IGNORED_LABEL).all()
         assert example["attention_mask"].tolist() == [1] * len(original) + [0] * (prepare.length - len(original))
-        found["tokens"] += len(block)
-        found["chosen"] += chosen.sum()
-        found["mask"] += (inputs[chosen] == prepare.mask_id).sum()
-        found["kept"] += (inputs[chosen] == original[chosen]).sum()
-    found["random"] = found["chosen"] - found["mask"] - found["kept"]
-    return found
+        actual["tokens"] += len(block)
+        actual["chosen"] += chosen.sum()
+        actual["mask"] += (inputs[chosen] == prepare.mask_id).sum()
+        actual["kept"] += (inputs[chosen] == original[chosen]).sum()
+    actual["random"] = actual["chosen"] - actual["mask"] - actual["kept"]
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +120,11 @@ def blocks(tokenizer):
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_masks_have_the_requested_rates(tokenizer, blocks, whole_words):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
-    found = masked_counts(prepare, blocks * 5)
-    assert found["tokens"] > 20_000
-    assert found["chosen"] / found["tokens"] == pytest.approx(0.15, abs=0.015)
-    assert found["mask"] / found["chosen"] == pytest.approx(0.8, abs=0.03)
-    assert found["random"] / found["chosen"] == pytest.approx(0.1, abs=0.025)
+    actual = masked_counts(prepare, blocks * 5)
+    assert actual["tokens"] > 20_000
+    assert actual["chosen"] / actual["tokens"] == pytest.approx(0.15, abs=0.015)
+    assert actual["mask"] / actual["chosen"] == pytest.approx(0.8, abs=0.03)
+    assert actual["random"] / actual["chosen"] == pytest.approx(0.1, abs=0.025)
 
 
 def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
@@ -132,7 +132,7 @@ def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
         return MaskedLMPreparation(tokenizer, 64, 0.15, seed)(blocks[0], key)["labels"].tolist()
 
     assert labels(1, 0, 0) == labels(1, 0, 0)
-    assert len({str(found) for found in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
+    assert len({str(actual) for actual in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
 
 
 @pytest.mark.parametrize("task", ["nsp", "sop"])
@@ -289,10 +289,10 @@ def test_loss_on_masked_positions_equals_the_model_loss(model):
     gradients = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
     ours = objective.loss_sum(model, batch) / count
     torch.testing.assert_close(ours, own)
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(ours, list(model.parameters()), allow_unused=True), gradients, strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     assert model(**batch).logits.shape == (3, 10, 50)
     batch["labels"][:] = IGNORED_LABEL
     nothing = objective.loss_sum(model, batch)
@@ -363,8 +363,8 @@ def test_new_bert_trains_with_windows(run, tokenizer):
     flags = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
     results, out = run(*scratch("bert", *flags), *STEPS)
     config = AutoConfig.from_pretrained(out)
-    found = config.attention_pattern, config.attention_window, config.num_global_tokens
-    assert found == ("sliding_window", 4, 1)
+    actual = config.attention_pattern, config.attention_window, config.num_global_tokens
+    assert actual == ("sliding_window", 4, 1)
     wider = AutoModelForMaskedLM.from_pretrained(out, attention_window=64).eval()
     model = AutoModelForMaskedLM.from_pretrained(out).eval()
     ids = torch.arange(5, 29)[None]

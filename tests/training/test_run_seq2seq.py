@@ -64,7 +64,7 @@ def test_t5_has_no_length_limit_and_disabled_bars_are_not_printed(run, t5, tmp_p
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 10}))
     run("--max_train_steps", 1, model=folder)  # sources of up to 16 tokens
-    assert "it/s" not in (said := capfd.readouterr().err) and "%|" not in said
+    assert "it/s" not in (printed := capfd.readouterr().err) and "%|" not in printed
 
 
 @pytest.mark.thorough
@@ -140,8 +140,8 @@ def test_finished_model_remembers_columns_and_prefix(run, source, tmp_path, capl
     only = {"model": run.out, "text": both[2:]}
     with caplog.at_level("INFO", "hf_attn_variants"):
         again = run("--num_train_epochs", 0, **only, output_dir=tmp_path / "again")
-    said = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
-    assert f"{run.out / 'all_results.json'}: {said}" in caplog.text
+    printed = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
+    assert f"{run.out / 'all_results.json'}: {printed}" in caplog.text
     assert {name: again[name] for name in kept} == kept
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
     # What is given goes before, "no prefix" too; and parallel text has the prefix alone.
@@ -207,18 +207,18 @@ def test_predictions_identify_rows_of_several_files(run, source, tmp_path):
     text = ["--validation_file", *files, "--test_source_file", source.parent / "test.txt", "--num_train_epochs", 0]
     (source.parent / "test.txt").write_text("three\n\n")
     run(text=text)
-    found = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
-    assert found == [(files[0], 2, "one"), (files[1], 1, "two")]
+    result = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
+    assert result == [(files[0], 2, "one"), (files[1], 1, "two")]
     assert [(row["row"], row["source"]) for row in predictions(run.out, "test")] == [(1, "three"), (2, "")]
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
 @pytest.mark.parametrize("kind", ["table", "dataset"])
 def test_split_without_targets_raises_an_error(tmp_path, kind, name):
-    for each in ("train", "validation"):
-        target = "" if each == name else "x"
-        (tmp_path / f"{each}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
-    files = [part for each in ("train", "validation") for part in (f"--{each}_file", tmp_path / f"{each}.jsonl")]
+    for item in ("train", "validation"):
+        target = "" if item == name else "x"
+        (tmp_path / f"{item}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
+    files = [part for item in ("train", "validation") for part in (f"--{item}_file", tmp_path / f"{item}.jsonl")]
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
     with pytest.raises(ValueError, match=rf"{name}.* (row must have a text in each|is empty)"):

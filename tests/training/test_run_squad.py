@@ -178,8 +178,8 @@ def test_default_stride_fits_the_length(readers, lengths, stride):
     tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
     config = AutoConfig.from_pretrained(readers["t5"])
     room = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
-    found = compute_stride(settings, config, tokenizer)
-    assert found == (128 if room > 128 else room // 2) and abs(found - stride) <= 1
+    result = compute_stride(settings, config, tokenizer)
+    assert result == (128 if room > 128 else room // 2) and abs(result - stride) <= 1
 
 
 def test_unavailable_dev_metric_raises_before_training(run, tmp_path):

@@ -16,12 +16,12 @@ RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Bi
 
 
 def test_bleu_and_chrf_equal_sacrebleu():
-    found = score_texts(["bleu", "chrf"], TEXTS, [(text,) for text in RIGHT])
-    assert found == {
+    result = score_texts(["bleu", "chrf"], TEXTS, [(text,) for text in RIGHT])
+    assert result == {
         "bleu": sacrebleu.corpus_bleu(TEXTS, [RIGHT]).score,
         "chrf": sacrebleu.corpus_chrf(TEXTS, [RIGHT]).score,
     }
-    assert 10 < found["bleu"] < 90
+    assert 10 < result["bleu"] < 90
     assert score_texts(["bleu"], RIGHT, [(text,) for text in RIGHT]) == {"bleu": pytest.approx(100.0)}
 
 
@@ -34,18 +34,18 @@ def test_rows_may_have_different_numbers_of_references():
 
 def test_rouge_equals_hand_computed_values():
     pytest.importorskip("rouge_score")
-    found = score_texts(["rouge"], ["the cat sat", "x"], [("the cats sat down",), ("y", "x")])
+    result = score_texts(["rouge"], ["the cat sat", "x"], [("the cats sat down",), ("y", "x")])
     # First row: 3 words against 4, the cat(s) by its stem: rouge-1 and -L 6/7, rouge-2 2 * 2 / (2 + 3); second: 1.
     expected = {"rouge1": 6 / 7, "rouge2": 4 / 5, "rougeL": 6 / 7, "rougeLsum": 6 / 7}
     for name, value in expected.items():
         second = 0.0 if name == "rouge2" else 1.0  # a single word has no pair
-        assert found[name] == pytest.approx(100 * (value + second) / 2)
+        assert result[name] == pytest.approx(100 * (value + second) / 2)
 
 
 def test_rouge_lsum_compares_sentences():
     pytest.importorskip("rouge_score")
-    found = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
-    assert found["rougeL"] == pytest.approx(50) and found["rougeLsum"] == pytest.approx(100)
+    result = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
+    assert result["rougeL"] == pytest.approx(50) and result["rougeLsum"] == pytest.approx(100)
 
 
 def test_each_metric_names_its_package():
@@ -101,8 +101,8 @@ def script(tmp_path, cache):
 
 def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
     one = script("one_reference", '{"letters": sum(map(len, predictions)), "each": [1], "right": references[0]}')
-    found = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
-    assert found == {"accuracy": 0.5, "letters": 3.0}
+    result = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
+    assert result == {"accuracy": 0.5, "letters": 3.0}
     with pytest.raises(ValueError, match="one reference per text"):
         score_texts([one], ["ab"], [("ab", "d")])
     several = script("several", '{"most": float(max(map(len, references)))}', "datasets.List(text)")
@@ -120,7 +120,7 @@ def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value, flags, best, said",
+    "value, flags, best, printed",
     [
         ("wer", [], 2, "lowest wer. If the highest values are better, set --greater_is_better"),
         ("letters", [], 3, "highest letters. If the lowest values are better, set --no-greater_is_better"),
@@ -128,7 +128,7 @@ def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
         ("wer", ["--greater_is_better"], 3, ""),
     ],
 )
-def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, caplog, value, flags, best, said):
+def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, caplog, value, flags, best, printed):
     # Tried once, then of three steps, then of the best weights.
     values = '{"%s": [0.0, 2.0, 1.0, 3.0, 3.0][(self.__dict__.setdefault("n", []).append(0) or len(self.n)) - 1]}'
     source, target = make_text(tmp_path)
@@ -137,7 +137,7 @@ def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, ca
     argv += ["--metrics", script(f"{value}_{len(flags)}", values % value), "--metric_for_best_model", value]
     argv += ["--max_train_steps", 3, "--eval_steps", 1, "--max_eval_samples", 4, "--cpu", "--disable_tqdm", *flags]
     assert main(parse_args(list(map(str, argv))))["best_step"] == best
-    assert ("The best weights are" in caplog.text) == bool(said) and said in caplog.text
+    assert ("The best weights are" in caplog.text) == bool(printed) and printed in caplog.text
 
 
 def test_direction_without_a_metric_raises_an_error():

@@ -36,8 +36,8 @@ def test_labels_become_words_and_scores_are_rounded():
 
 def test_generated_texts_other_than_labels_count_as_wrong():
     labels = np.array([0, 1, 2, 1])
-    found = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
-    assert (found == labels).tolist() == [True, True, False, False]
+    result = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
+    assert (result == labels).tolist() == [True, True, False, False]
     scores = parse_texts(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
     assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
 

@@ -47,8 +47,8 @@ def test_flags_and_defaults_follow_the_fields(command):
     given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
     again = type(settings)(**{name: getattr(settings, name) for name in given})
     assert again == settings
-    flags = [each.name for _, fields in group_fields(type(settings)) for each in fields]
-    assert sorted(flags) == sorted(each.name for each in dataclasses.fields(settings))
+    flags = [item.name for _, fields in group_fields(type(settings)) for item in fields]
+    assert sorted(flags) == sorted(item.name for item in dataclasses.fields(settings))
     assert command.__name__.replace("hf_attn_variants.commands.", "").replace("_", "-") in COMMANDS
 
 
@@ -101,12 +101,12 @@ def test_python_values_are_converted_like_flags():
     assert type(settings.max_train_steps) is int and type(settings.learning_rate) is float
 
 
-@pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda item: item.__name__)
 def test_field_default_comes_from_the_nearest_class(settings):
     """Check dataclasses with several bases, which would use the default of the first one."""
-    for each in dataclasses.fields(settings):
-        owner = next(base for base in settings.__mro__ if each.name in inspect.get_annotations(base))
-        assert each.metadata == owner.__dataclass_fields__[each.name].metadata, (each.name, owner)
+    for item in dataclasses.fields(settings):
+        owner = next(base for base in settings.__mro__ if item.name in inspect.get_annotations(base))
+        assert item.metadata == owner.__dataclass_fields__[item.name].metadata, (item.name, owner)
 
 
 def test_settings_are_frozen():
@@ -132,8 +132,8 @@ def test_flag_groups_are_in_reading_order():
     titles = [title for title, _ in group_fields(GlueSettings)]
     assert titles == ["task", "model", "data", "training", "output", "hub"]
     assert [title for title, _ in group_fields(MaskedLMSettings)][:3] == ["objective", "masking", "text"]
-    shared = {each.name for each in dataclasses.fields(TrainingSettings)}
-    more = {each.name for each in dataclasses.fields(FineTuningSettings)} - shared
+    shared = {item.name for item in dataclasses.fields(TrainingSettings)}
+    more = {item.name for item in dataclasses.fields(FineTuningSettings)} - shared
     assert more == {"max_train_samples", "group_by_length", "pad_to_multiple_of"}
 
 

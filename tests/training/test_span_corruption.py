@@ -74,8 +74,8 @@ def test_inputs_and_targets_together_contain_the_text(tokenizer):
                 sentinel = token
             else:
                 spans.setdefault(sentinel, []).append(token)
-        found = [part for token in inputs[:-1] for part in spans.get(token, [token])]
-        assert found == words.tolist()
+        result = [part for token in inputs[:-1] for part in spans.get(token, [token])]
+        assert result == words.tolist()
         used = [token for token in inputs if token in prepare.sentinels]
         assert used == prepare.sentinels[: len(used)].tolist() == list(spans)
 

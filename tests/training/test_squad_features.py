@@ -38,11 +38,11 @@ def windows(questions, tokenizer):
 
 def test_windows_overlap_by_the_stride_and_cover_the_context(questions, tokenizer, windows):
     for number, question in enumerate(questions):
-        found = [w for w in windows if w.question == number]
-        assert len(found) > 1 and all(len(w.input_ids) <= LENGTH for w in found)
+        result = [w for w in windows if w.question == number]
+        assert len(result) > 1 and all(len(w.input_ids) <= LENGTH for w in result)
         whole = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
-        joined = list(map(tuple, found[0].offsets.tolist()))
-        for window in found[1:]:
+        joined = list(map(tuple, result[0].offsets.tolist()))
+        for window in result[1:]:
             rows = list(map(tuple, window.offsets.tolist()))
             assert rows[:DEFAULT_STRIDE] == joined[-DEFAULT_STRIDE:]
             joined += rows[DEFAULT_STRIDE:]
@@ -59,8 +59,8 @@ def test_answer_is_labeled_in_windows_that_contain_it_completely(questions, wind
         for window in windows:
             if window.question == number and question.answers and window not in marked:
                 answer = question.answers[0]
-                behind = answer.start + len(answer.text)
-                assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < behind
+                after = answer.start + len(answer.text)
+                assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < after
 
 
 @pytest.mark.thorough

@@ -32,9 +32,9 @@ def test_scripts_without_spaces_have_scores(script):
     reference, prediction = TEXTS[script]
     tokenize = {"zh": "zh", "ja": JAPANESE, "th": "char"}.get(script, "13a")
     assert choose_tokenizer([reference]) == tokenize
-    found = score_texts(["bleu", "rouge"], [prediction], [(reference,)])
-    assert found["bleu"] == sacrebleu.corpus_bleu([prediction], [[reference]], tokenize=tokenize).score > 40
-    assert 70 < found["rougeL"] < 100 and found["rouge1"] < 100
+    result = score_texts(["bleu", "rouge"], [prediction], [(reference,)])
+    assert result["bleu"] == sacrebleu.corpus_bleu([prediction], [[reference]], tokenize=tokenize).score > 40
+    assert 70 < result["rougeL"] < 100 and result["rouge1"] < 100
     assert score_texts(["rouge"], [reference], [(reference,)])["rouge2"] == pytest.approx(100)
 
 
@@ -50,10 +50,10 @@ def test_english_and_german_scores_do_not_change():
     )
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     scores = [scorer.score(row[0], text)["rouge1"] for text, row in zip(predictions, references, strict=True)]
-    found = score_texts(["bleu", "rouge"], predictions, references)
-    assert found["rouge1"] == pytest.approx(50 * sum(score.fmeasure for score in scores))
+    result = score_texts(["bleu", "rouge"], predictions, references)
+    assert result["rouge1"] == pytest.approx(50 * sum(score.fmeasure for score in scores))
     streams = [[row[0] for row in references]]
-    assert found["bleu"] == sacrebleu.corpus_bleu(predictions, streams).score
+    assert result["bleu"] == sacrebleu.corpus_bleu(predictions, streams).score
 
 
 @pytest.mark.parametrize(

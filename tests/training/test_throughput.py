@@ -68,8 +68,8 @@ def test_masked_lm_head_counts_only_masked_tokens():
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
     tokens, flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)
-    found = executed(model, batch, objective.loss_sum)
-    assert tokens == 18 and flops == found
+    result = executed(model, batch, objective.loss_sum)
+    assert tokens == 18 and flops == result
 
 
 @pytest.mark.parametrize("name", ["Roberta", "Electra", "DistilBert"])

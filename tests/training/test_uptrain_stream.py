@@ -92,7 +92,7 @@ def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeyp
     ours, seen = seen, []
     argv = ["--model_name_or_path", t5 / "mqa", "--output_dir", tmp_path / "pretrained", *files_of(text), *LENGTH]
     argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
-    pretrain_t5.main(pretrain_t5.parse_args([str(each) for each in [*argv, "--noise_density", 0.2]]))
+    pretrain_t5.main(pretrain_t5.parse_args([str(item) for item in [*argv, "--noise_density", 0.2]]))
     assert len(ours) == len(seen) == 4 and all(len(group) == 2 for group in ours)
     for group, expected in zip(ours, seen, strict=True):
         for batch, other in zip(group, expected, strict=True):

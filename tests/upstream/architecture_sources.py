@@ -26,56 +26,56 @@ def classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def method(found: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+def method(result: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     """Return a method that a class itself defines."""
-    return next((each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == name), None)
+    return next((item for item in result.body if isinstance(item, ast.FunctionDef) and item.name == name), None)
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
     """Return the names of a method's parameters except `self` and the starred ones."""
     arguments = function.args
-    return [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:] + [
-        each.arg for each in arguments.kwonlyargs
+    return [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:] + [
+        item.arg for item in arguments.kwonlyargs
     ]
 
 
-def _linears(found: ast.ClassDef) -> int:
-    calls = (node for node in ast.walk(found) if isinstance(node, ast.Call))
+def _linears(result: ast.ClassDef) -> int:
+    calls = (node for node in ast.walk(result) if isinstance(node, ast.Call))
     return sum(ast.unparse(call.func) == "nn.Linear" for call in calls)
 
 
 def role(tree: ast.Module, name: str) -> list[str]:
     """Return the classes of a role: "attention", "embeddings", "stack" or "base"."""
-    found = classes(tree)
-    bases = {each: {ast.unparse(base) for base in node.bases} for each, node in found.items()}
+    result = classes(tree)
+    bases = {item: {ast.unparse(base) for base in node.bases} for item, node in result.items()}
     if name == "attention":
-        return [each for each, node in found.items() if "Attention" in each and _linears(node) >= 3]
+        return [item for item, node in result.items() if "Attention" in item and _linears(node) >= 3]
     if name == "embeddings":
-        return [each for each, node in found.items() if each.endswith("Embeddings") and method(node, "forward")]
+        return [item for item, node in result.items() if item.endswith("Embeddings") and method(node, "forward")]
     if name == "stack":
-        stacks = [each for each in found if re.search(r"(Stack|Encoder|Decoder)$", each)]
-        return [each for each in stacks if any(base.endswith("PreTrainedModel") for base in bases[each])]
-    return [each for each in found if re.fullmatch(r"[A-Za-z0-9]+(?<!Encoder)Model", each) and "PreTr" not in each]
+        stacks = [item for item in result if re.search(r"(Stack|Encoder|Decoder)$", item)]
+        return [item for item in stacks if any(base.endswith("PreTrainedModel") for base in bases[item])]
+    return [item for item in result if re.fullmatch(r"[A-Za-z0-9]+(?<!Encoder)Model", item) and "PreTr" not in item]
 
 
 def holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
     """Return for each class the attributes of `self` that hold instances of some classes, or lists of them."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for name, node in classes(tree).items():
         local: set[str] = set()
-        for each in ast.walk(node):
-            if not isinstance(each, ast.Assign):
+        for item in ast.walk(node):
+            if not isinstance(item, ast.Assign):
                 continue
-            used = {part.id for part in ast.walk(each.value) if isinstance(part, ast.Name)}
+            used = {part.id for part in ast.walk(item.value) if isinstance(part, ast.Name)}
             if not used & (names | local):
                 continue
-            target = each.targets[0]
+            target = item.targets[0]
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
-                if any(isinstance(part, ast.Call) for part in ast.walk(each.value)):
-                    found.setdefault(name, set()).add(target.attr)
-            elif isinstance(target, ast.Name) and used & names and not isinstance(each.value, ast.Call):
+                if any(isinstance(part, ast.Call) for part in ast.walk(item.value)):
+                    result.setdefault(name, set()).add(target.attr)
+            elif isinstance(target, ast.Name) and used & names and not isinstance(item.value, ast.Call):
                 local.add(target.id)
-    return found
+    return result
 
 
 def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
@@ -85,9 +85,9 @@ def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
     for name, node in classes(tree).items():
         mine = held.get(name, set()).union(*(held.get(ast.unparse(base), set()) for base in node.bases))
         looped = _loop_names(node, mine)
-        for each in ast.walk(node):
-            if isinstance(each, ast.Call) and _is_held(each.func, mine, everywhere, looped):
-                yield each
+        for item in ast.walk(node):
+            if isinstance(item, ast.Call) and _is_held(item.func, mine, everywhere, looped):
+                yield item
 
 
 @cache
@@ -97,14 +97,14 @@ def calls_in(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
 
 
 def _loop_names(node: ast.AST, mine: set[str]) -> set[str]:
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.For) and any(
-            isinstance(part, ast.Attribute) and part.attr in mine for part in ast.walk(each.iter)
+    result = set()
+    for item in ast.walk(node):
+        if isinstance(item, ast.For) and any(
+            isinstance(part, ast.Attribute) and part.attr in mine for part in ast.walk(item.iter)
         ):
-            names = [part.id for part in ast.walk(each.target) if isinstance(part, ast.Name)]
-            found.add(names[-1])
-    return found
+            names = [part.id for part in ast.walk(item.target) if isinstance(part, ast.Name)]
+            result.add(names[-1])
+    return result
 
 
 def _is_held(func: ast.expr, mine: set[str], everywhere: set[str], looped: set[str]) -> bool:

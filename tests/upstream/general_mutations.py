@@ -76,8 +76,8 @@ def _parameters_of(module: str, name: str) -> list[str]:
     path = folder().joinpath(*module.split(".")[1:]).with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            found = parameters(node)
-            return found if node.args.args[0].arg == "self" else [node.args.args[0].arg, *found]
+            result = parameters(node)
+            return result if node.args.args[0].arg == "self" else [node.args.args[0].arg, *result]
     return []
 
 
@@ -92,7 +92,7 @@ def _of_functions() -> Iterator[dict[str, Any]]:
     for old in _parameters_of(GENERATION, name):
         yield _rename("rename", [GENERATION], [name], old, [name])
     for maker in MAKERS:
-        for old in [each for each in _parameters_of(MASKS, maker) if each in MAKER_ARGUMENTS]:
+        for old in [item for item in _parameters_of(MASKS, maker) if item in MAKER_ARGUMENTS]:
             yield _rename("rename", [MASKS], [maker], old, [maker])
     for old in _parameters_of(MASKS, "sdpa_mask"):
         called = ["mask_interface", *MASK_FUNCTIONS]

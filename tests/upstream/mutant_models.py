@@ -212,7 +212,7 @@ def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]
 
 def _cache_name(model: Any) -> str:
     parameters = inspect.signature(model.forward).parameters
-    return next(each for each in CACHE_NAMES if each in parameters)
+    return next(item for item in CACHE_NAMES if item in parameters)
 
 
 def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
@@ -228,16 +228,16 @@ def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[st
     return made
 
 
-def first_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+def first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
     """Return the name of the first measurement that differs by more than rounding, if any does."""
     for name, want in expected.items():
-        got = found.get(name)
+        got = result.get(name)
         if got is None:
             continue
         if got.shape != want.shape:
             return f"{name}: {tuple(got.shape)} in place of {tuple(want.shape)}"
         if not torch.allclose(got.float(), want.float(), rtol=1e-3, atol=1e-3):
             return f"{name}: off by {(got.float() - want.float()).abs().max():.2g}"
-    if "steps" in found and not torch.allclose(found["steps"], found["whole"], rtol=1e-3, atol=1e-3):
+    if "steps" in result and not torch.allclose(result["steps"], result["whole"], rtol=1e-3, atol=1e-3):
         return "steps: not the whole"
     return None

@@ -89,19 +89,19 @@ def prepare() -> None:
 
 
 def _as_it_is(item: Any = None, **_: Any) -> Any:
-    return (lambda each: each) if item is None else item
+    return (lambda entry: entry) if item is None else item
 
 
 def purge(modules: list[str]) -> None:
     """Remove modules of Transformers and their importers, so that they are loaded again."""
     gone = rewriting.importers(
-        modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")}
+        modules, {name: entry for name, entry in sys.modules.items() if name.startswith("transf")}
     )
     for name in gone:
         module = sys.modules.pop(name)
         parent, _, last = name.rpartition(".")
         vars(sys.modules.get(parent, module)).pop(last, None)
-    for module in [each for name, each in sys.modules.items() if name.split(".")[0] == "transformers"]:
+    for module in [entry for name, entry in sys.modules.items() if name.split(".")[0] == "transformers"]:
         cached = [name for name, value in vars(module).items() if getattr(value, "__module__", None) in gone]
         if type(module).__name__ == "_LazyModule":
             for name in cached:
@@ -125,7 +125,7 @@ def baseline(architecture: str) -> dict[str, Any]:
 
 
 def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
-    return [each.clone() for each in built.state_dict().values()], mutant_models.measure(built, model.use)
+    return [entry.clone() for entry in built.state_dict().values()], mutant_models.measure(built, model.use)
 
 
 def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
@@ -195,10 +195,10 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
         chain = [error]
         while (chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(chain[-1].__cause__ or chain[-1].__context__)
-        for each in chain:
-            if type(each).__name__ == "UpstreamChanged" or _is_our_value_error(each):
-                named = any(name in str(each) for name in names)
-                return "refused" if named else "refused without its name", f"{type(each).__name__}: {each}"[:400]
+        for entry in chain:
+            if type(entry).__name__ == "UpstreamChanged" or _is_our_value_error(entry):
+                named = any(name in str(entry) for name in names)
+                return "refused" if named else "refused without its name", f"{type(entry).__name__}: {entry}"[:400]
         return "raw", _last_lines()
     return ("silent", difference) if difference else ("equal", "")
 
@@ -223,16 +223,16 @@ def in_fork(work: Any) -> bytes:
         os.close(reading)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                found = work()
+                result = work()
             with os.fdopen(writing, "wb") as pipe:
-                pipe.write(found)
+                pipe.write(result)
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        found = pipe.read()
+        result = pipe.read()
     os.waitpid(child, 0)
-    return found
+    return result
 
 
 def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:

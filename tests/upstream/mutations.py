@@ -54,12 +54,12 @@ DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 def architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
     """Yield the mutations of one architecture's modeling file."""
     tree = tree_of(architecture)
-    found = classes(tree)
+    result = classes(tree)
     kinds = ("attention", "embeddings", "stack", *(() if architecture in ("t5", "umt5") else ("base",)))
     for kind in kinds:
         groups = _groups(tree, role(tree, kind))
         for names in groups:
-            forwards = [each for name in names if (each := method(found[name], "forward"))]
+            forwards = [item for name in names if (item := method(result[name], "forward"))]
             yield from _of_method(architecture, kind, names, forwards, tree)
     attentions = role(tree, "attention")
     for how in ("more", "fewer", "between", "swapped"):
@@ -67,8 +67,8 @@ def architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
         yield _mutation(architecture, "tuple", f"{'+'.join(attentions)}.forward returns {how}", op, ["forward"])
     for kind, attributes in ATTRIBUTES.items():
         yield from _of_attributes(architecture, tree, role(tree, kind), attributes)
-    yield from _of_attributes(architecture, tree, list(found), dict.fromkeys(PATHS, True))
-    for name in {each for kind in ("attention", "embeddings", "stack") for each in role(tree, kind)}:
+    yield from _of_attributes(architecture, tree, list(result), dict.fromkeys(PATHS, True))
+    for name in {item for kind in ("attention", "embeddings", "stack") for item in role(tree, kind)}:
         op = {"op": "rename_names", "old": name, "new": f"Renamed{name}"}
         yield _mutation(architecture, "class", f"{name} is called Renamed{name}", op, [name])
         yield _mutation(architecture, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
@@ -97,7 +97,7 @@ def _of_method(
     if not forwards or not calls_in(tree, frozenset(names)):
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
-    orders = [parameters(each) for each in forwards]
+    orders = [parameters(item) for item in forwards]
     # What upstream hands over by its name from far away stays.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
     called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
@@ -178,11 +178,11 @@ def _of_attributes(architecture: str, tree: ast.Module, names: list[str], attrib
     written = {
         target.attr
         for name in names
-        for each in ast.walk(classes(tree)[name])
-        if isinstance(each, ast.Assign)
-        for target in each.targets
+        for item in ast.walk(classes(tree)[name])
+        if isinstance(item, ast.Assign)
+        for target in item.targets
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    } | {each.name for name in names for each in classes(tree)[name].body if isinstance(each, ast.FunctionDef)}
+    } | {item.name for name in names for item in classes(tree)[name].body if isinstance(item, ast.FunctionDef)}
     for old, anywhere in attributes.items():
         if old in written:
             new = NEW.format(old)
@@ -210,20 +210,20 @@ def _mutation(
 def all_mutations(architectures: Iterable[str] = ARCHITECTURES) -> list[dict[str, Any]]:
     """Return every mutation; mutations of shared code occur once per architecture that uses it."""
     architectures = list(architectures)
-    return [each for architecture in architectures for each in architecture_mutations(architecture)] + [
-        each
+    return [item for architecture in architectures for item in architecture_mutations(architecture)] + [
+        item
         | {
             "architectures": [
-                architecture for architecture in architectures if architecture not in each.get("but", ())
+                architecture for architecture in architectures if architecture not in item.get("but", ())
             ]
         }
-        for each in general_mutations()
+        for item in general_mutations()
     ]
 
 
 def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[str, Any]]:
     """Return some mutations, one architecture per mutation, with as many architectures and kinds as possible."""
-    single = [each | {"architectures": [architecture]} for each in mutations for architecture in each["architectures"]]
+    single = [item | {"architectures": [architecture]} for item in mutations for architecture in item["architectures"]]
     random.Random(seed).shuffle(single)
     count: Counter[str] = Counter()
     chosen = []
@@ -294,16 +294,16 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
     parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
     args = parser.parse_args()
-    mutations = [each for each in all_mutations(args.architecture) if not args.kind or each["kind"] in args.kind]
-    mutations = [each for each in mutations if not args.title or args.title in each["title"]]
+    mutations = [item for item in all_mutations(args.architecture) if not args.kind or item["kind"] in args.kind]
+    mutations = [item for item in mutations if not args.title or args.title in item["title"]]
     if args.of:
         mutations = [
-            each for each in mutations if ("architecture" if "architecture" in each["op"] else "all") in args.of
+            item for item in mutations if ("architecture" if "architecture" in item["op"] else "all") in args.of
         ]
     if args.sample:
         mutations = sample(mutations, args.seed, args.sample)
     if args.list:
-        print("\n".join(f"{each['kind']:9} {'+'.join(each['architectures'])} {each['title']}" for each in mutations))
+        print("\n".join(f"{item['kind']:9} {'+'.join(item['architectures'])} {item['title']}" for item in mutations))
         return
     begun = time.monotonic()
     with open(args.json, "w", encoding="utf-8") if args.json else contextlib.nullcontext() as log:

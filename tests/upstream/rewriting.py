@@ -45,7 +45,7 @@ def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
     """Return some modules and all loaded modules that import them at their top, directly or indirectly."""
     imports = {name: _imported(name, module) for name, module in modules.items()}
     gone = {name for name in names if name in modules}
-    while more := {name for name, found in imports.items() if found & gone} - gone:
+    while more := {name for name, result in imports.items() if result & gone} - gone:
         gone |= more
     # Tools, which use models inside functions; the worker has changed one of them.
     return {name for name in gone if not re.match(r"transformers(\.utils\b.*|\.dependency_.*)?$", name)}
@@ -57,16 +57,16 @@ def _imported(name: str, module: Any) -> set[str]:
         return set()
     is_package = Path(path).name == "__init__.py"
     package = name.split(".") if is_package else name.split(".")[:-1]
-    found = set()
+    result = set()
     for dots, base, _ in re.findall(r"^(?:    )?from (\.*)([\w.]*) import (.)", Path(path).read_text("utf-8"), re.M):
         above = package[: len(package) - len(dots) + 1] if dots else []
-        found.add(".".join([*above, *([base] if base else [])]))
-    return found
+        result.add(".".join([*above, *([base] if base else [])]))
+    return result
 
 
 def _functions(tree: ast.Module, names: list[str], method_name: str) -> list[ast.FunctionDef]:
-    found = classes(tree)
-    return [each for name in names if name in found and (each := method(found[name], method_name))]
+    result = classes(tree)
+    return [item for name in names if name in result and (item := method(result[name], method_name))]
 
 
 def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
@@ -80,13 +80,13 @@ def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
     """Update the new name in Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")`."""
     kept = []
-    for each in function.decorator_list:
-        target = [key for key in getattr(each, "keywords", []) if key.arg == "new_name"]
+    for item in function.decorator_list:
+        target = [key for key in getattr(item, "keywords", []) if key.arg == "new_name"]
         if target and getattr(target[0].value, "value", None) == old:
             if new is None:
                 continue
             target[0].value = ast.Constant(new)
-        kept.append(each)
+        kept.append(item)
     function.decorator_list = kept
 
 
@@ -105,16 +105,16 @@ def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: st
     orders = {}
     for function in _functions(tree, names, method_name):
         arguments = function.args
-        place = [each.arg for each in arguments.args].index(old)
+        place = [item.arg for item in arguments.args].index(old)
         orders = parameters(function)
         defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
         arguments.args.pop(place)
         default = defaults.pop(place) or ast.Constant(None)
-        arguments.defaults = [each for each in defaults if each is not None]
+        arguments.defaults = [item for item in defaults if item is not None]
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
         _fix_deprecations(function, old, None)
     for call in calls(tree, set(names)):
-        call.keywords = [each for each in call.keywords if each.arg != old]
+        call.keywords = [item for item in call.keywords if item.arg != old]
         place = orders.index(old)
         if len(call.args) > place:
             call.args.pop(place)
@@ -125,19 +125,19 @@ def reorder(
 ) -> None:
     """Swap two parameters and their arguments; with `by_place` callers pass them by position."""
     for function in _functions(tree, names, method_name):
-        before, found = parameters(function), function.args.args
-        first, second = ([each.arg for each in found].index(name) for name in (old, new))
-        found[first], found[second] = found[second], found[first]
-        if len(function.args.defaults) < len(found) - 1:
+        before, result = parameters(function), function.args.args
+        first, second = ([item.arg for item in result].index(name) for name in (old, new))
+        result[first], result[second] = result[second], result[first]
+        if len(function.args.defaults) < len(result) - 1:
             # What has no default stands before what has.
-            function.args.defaults = [ast.Constant(None)] * (len(found) - 2)
+            function.args.defaults = [ast.Constant(None)] * (len(result) - 2)
         after = parameters(function)
     for call in calls(tree, set(names)):
-        if any(isinstance(each, ast.Starred) for each in call.args):
+        if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         given = dict(zip(before, call.args, strict=False))
-        given |= {each.arg: each.value for each in call.keywords if each.arg in before}
-        rest = [each for each in call.keywords if each.arg not in before]
+        given |= {item.arg: item.value for item in call.keywords if item.arg in before}
+        rest = [item for item in call.keywords if item.arg not in before]
         places = max((after.index(name) for name in given), default=-1) + 1 if by_place else 1
         call.args = [given.pop(name, ast.Constant(None)) for name in after[:places]]
         call.keywords = [ast.keyword(name, value) for name, value in given.items()] + rest
@@ -154,7 +154,7 @@ def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses
         if uses:
             _use(function, new)
     for call in calls(tree, set(names)):
-        if any(isinstance(each, ast.Starred) for each in call.args):
+        if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         for place, value in enumerate(call.args[1:], 1):
             call.keywords.insert(place - 1, ast.keyword(order[place], value))
@@ -167,9 +167,9 @@ def _use(function: ast.FunctionDef, new: str) -> None:
     if "hidden_states" in parameters(function):
         function.body.insert(0, ast.parse(scaled.format(new=new)).body[0])
         return
-    for place, each in enumerate(function.body):
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) in ("hidden_states", "embeddings"):
-            name = ast.unparse(each.targets[0])
+    for place, item in enumerate(function.body):
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) in ("hidden_states", "embeddings"):
+            name = ast.unparse(item.targets[0])
             function.body.insert(place + 1, ast.parse(f"{name} = {name} * {new}").body[0])
             return
     raise ValueError(f"no place to use {new}")
@@ -186,7 +186,7 @@ TUPLES = {
 
 def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str, **_: Any) -> None:
     """Change the tuple that a method returns, and let its callers change it back."""
-    found = list(calls(tree, set(names)))
+    result = list(calls(tree, set(names)))
     for function in _functions(tree, names, method_name):
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
@@ -202,7 +202,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
     class Unpacking(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            if not any(node is each for each in found):
+            if not any(node is item for item in result):
                 return node
             return ast.parse(TUPLES[how][1].format(ast.unparse(node)), mode="eval").body
 
@@ -211,23 +211,23 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
 
 def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
     """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
-    found = classes(tree)
-    for name, node in found.items():
+    result = classes(tree)
+    for name, node in result.items():
         mine = name in names or any(ast.unparse(base) in names for base in node.bases)
-        for each in ast.walk(node):
-            if not (isinstance(each, ast.Attribute) and each.attr == old):
+        for item in ast.walk(node):
+            if not (isinstance(item, ast.Attribute) and item.attr == old):
                 continue
-            owner = ast.unparse(each.value)
+            owner = ast.unparse(item.value)
             if (owner == "self" and mine) or (
                 anywhere and not re.search(r"config|torch|functional|cache|past_key", owner)
             ):
-                each.attr = new
+                item.attr = new
             elif owner == "module":  # a model's rules for first weights
-                each.attr = new
-        for each in ast.walk(node):
-            is_asked = isinstance(each, ast.Call) and ast.unparse(each.func) in ("hasattr", "getattr")
-            if is_asked and getattr(each.args[1], "value", None) == old and (anywhere or mine):
-                each.args[1] = ast.Constant(new)
+                item.attr = new
+        for item in ast.walk(node):
+            is_asked = isinstance(item, ast.Call) and ast.unparse(item.func) in ("hasattr", "getattr")
+            if is_asked and getattr(item.args[1], "value", None) == old and (anywhere or mine):
+                item.args[1] = ast.Constant(new)
         if anywhere:
             _rename_in_paths(node, old, new)
 
@@ -235,9 +235,9 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
 def _rename_in_paths(node: ast.ClassDef, old: str, new: str) -> None:
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            for each in ast.walk(statement.value):
-                if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                    each.value = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, each.value)
+            for item in ast.walk(statement.value):
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    item.value = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, item.value)
 
 
 def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
@@ -270,8 +270,8 @@ def move_class(module: str, architecture: str, source: str, name: str) -> str | 
 
 
 ARCHITECTURE_OPS = {
-    each.__name__: each
-    for each in (
+    item.__name__: item
+    for item in (
         rename_parameter,
         drop_parameter,
         reorder,

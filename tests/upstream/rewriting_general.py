@@ -36,8 +36,8 @@ def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
     of_cache = re.compile(r"(cache|cache_key\]|past_key_values|layers\[.*\]|layer)$", re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.search(r"Cache|Layer(Mixin)?$", node.name):
-            for each in ast.walk(node):
-                _rename_of_self(each, old, new)
+            for item in ast.walk(node):
+                _rename_of_self(item, old, new)
         if isinstance(node, ast.Attribute) and node.attr == old and of_cache.search(ast.unparse(node.value)):
             node.attr = new
     for call in _called(tree, ["hasattr", "getattr"]):
@@ -59,8 +59,8 @@ def _rename_of_self(node: ast.AST, old: str, new: str) -> None:
     if isinstance(node, ast.FunctionDef) and node.name == old:
         node.name = new
     if isinstance(node, ast.ClassDef):
-        for each in node.body:
-            target = each.targets[0] if isinstance(each, ast.Assign) else getattr(each, "target", None)
+        for item in node.body:
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
             if isinstance(target, ast.Name) and target.id == old:
                 target.id = new
     if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "super()"):
@@ -96,7 +96,7 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
     """Remove a parameter from functions and from their calls, so that its default is used."""
     for function in _defined(tree, functions):
         arguments = function.args
-        names = [each.arg for each in arguments.args]
+        names = [item.arg for item in arguments.args]
         if old not in names:
             continue
         place = names.index(old) - len(names) + len(arguments.defaults)
@@ -104,7 +104,7 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
         arguments.args.pop(names.index(old))
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
     for call in _called(tree, called):
-        call.keywords = [each for each in call.keywords if each.arg != old]
+        call.keywords = [item for item in call.keywords if item.arg != old]
 
 
 def require_argument(
@@ -124,7 +124,7 @@ def swap_arguments(tree: ast.Module, functions: list[str], called: list[str], ol
     """Swap two parameters that calls pass by position."""
     places = None
     for function in _defined(tree, functions):
-        names = [each.arg for each in function.args.args]
+        names = [item.arg for item in function.args.args]
         places = [names.index(old), names.index(new)]
         _swap(function.args.args, *places)
     shift = 0
@@ -155,13 +155,13 @@ def invert_masks(tree: ast.Module, **_: Any) -> None:
 
 
 def _before_functions(tree: ast.Module, text: str) -> None:
-    place = next(i for i, each in enumerate(tree.body) if isinstance(each, ast.FunctionDef | ast.ClassDef))
+    place = next(i for i, item in enumerate(tree.body) if isinstance(item, ast.FunctionDef | ast.ClassDef))
     tree.body[place:place] = ast.parse(text).body
 
 
 GENERAL_OPS: dict[str, Callable[..., None]] = {
-    each.__name__: each
-    for each in (
+    item.__name__: item
+    for item in (
         rename_identifier,
         rename_cache_member,
         rename_of_attentions,

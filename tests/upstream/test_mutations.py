@@ -22,8 +22,8 @@ def bad(rows):
 def rows():
     """The outcomes of a sample of the mutants and of the unchanged versions; takes less than a minute on one core."""
     every = mutations.all_mutations()
-    nothing = [each for each in every if each["kind"] == "nothing"]
-    others = [each for each in every if each["kind"] not in {"nothing", *UNSEEN}]
+    nothing = [item for item in every if item["kind"] == "nothing"]
+    others = [item for item in every if item["kind"] not in {"nothing", *UNSEEN}]
     return mutations.run(nothing + mutations.sample(others, SEED, CASES))
 
 
@@ -45,7 +45,7 @@ def test_sampled_mutants_give_equal_outputs_or_a_named_error(sampled):
 
 
 def test_sample_covers_every_architecture_and_kind(sampled):
-    kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing", *UNSEEN}
+    kinds = {item["kind"] for item in mutations.all_mutations()} - {"nothing", *UNSEEN}
     assert {row["architecture"] for row in sampled} == set(ARCHITECTURES) and {row["kind"] for row in sampled} == kinds
     assert sum(row["outcome"] == "invalid" for row in sampled) <= 1
 
@@ -65,7 +65,7 @@ def test_every_architecture_has_enough_mutations(architecture):
     for kind in ("attention", "embeddings" if architecture in BERTS else "stack"):
         names = role(tree, kind)
         assert names and list(calls(tree, set(names))), kind
-    titles = [each["title"] for each in mutations.architecture_mutations(architecture)]
+    titles = [item["title"] for item in mutations.architecture_mutations(architecture)]
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
@@ -142,6 +142,6 @@ def test_rename_cache_member_changes_only_caches():
 
 
 def test_method_finds_a_method_of_a_modeling_file():
-    found = classes(ast.parse(SMALL))
-    assert parameters(method(found["Attention"], "forward")) == ["states", "mask", "bias"]
-    assert method(found["Layer"], "update") is None
+    result = classes(ast.parse(SMALL))
+    assert parameters(method(result["Attention"], "forward")) == ["states", "mask", "bias"]
+    assert method(result["Layer"], "update") is None

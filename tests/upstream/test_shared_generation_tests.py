@@ -34,7 +34,7 @@ def inputs_of(architecture, head):
 def shapes(value):
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
-    return [shapes(each) for each in value] if isinstance(value, tuple) else type(value).__name__
+    return [shapes(item) for item in value] if isinstance(value, tuple) else type(value).__name__
 
 
 @pytest.mark.thorough
@@ -42,19 +42,19 @@ def shapes(value):
 @EVERY_WRITER
 def test_generate_returns_the_shapes_of_transformers(architecture, head, search):
     """Check `_check_generate_outputs`, although beams share the encoder outputs inside."""
-    found = []
+    actual = []
     for model in (architecture.upstream_model(head), make(architecture, head, "gqa")):
         model.set_attn_implementation("eager")
         torch.manual_seed(0)
         flags = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
         options = SEARCHES[search] | STEPS | flags | {"return_dict_in_generate": True}
         output = model.generate(**inputs_of(architecture, head), **options)
-        found.append({name: shapes(value) for name, value in output.items()})
+        actual.append({name: shapes(value) for name, value in output.items()})
     # T5 of 5.15 and 5.17 leaves its weights out.
-    left_out = {name for name in found[0] if name.endswith("_attentions") and not any(found[0][name])}
-    assert found[0].keys() == found[1].keys() and "encoder_attentions" in found[0]
-    for name in found[0].keys() - left_out:
-        assert found[0][name] == found[1][name], name
+    left_out = {name for name in actual[0] if name.endswith("_attentions") and not any(actual[0][name])}
+    assert actual[0].keys() == actual[1].keys() and "encoder_attentions" in actual[0]
+    for name in actual[0].keys() - left_out:
+        assert actual[0][name] == actual[1][name], name
 
 
 @EVERY_VARIANT
@@ -98,7 +98,7 @@ def test_cache_argument_accepts_its_former_name(architecture, head):
     model, inputs = make(architecture, head, "gqa"), architecture.batch(head)
     if (architecture, head) in ALONE:
         inputs = inputs_of(architecture, head)
-    found = []
+    actual = []
     for name in ("past_key_values", "cache"):
         cache = DynamicCache(config=model.config)
         if (architecture, head) in WRITERS:
@@ -109,8 +109,8 @@ def test_cache_argument_accepts_its_former_name(architecture, head):
             with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
                 output = model(**inputs, past_key_values=cache, use_cache=True)
         assert output.cache is cache and cache.get_seq_length() == output.logits.shape[1]
-        found.append(output.logits)
-    assert torch.equal(*found)
+        actual.append(output.logits)
+    assert torch.equal(*actual)
 
 
 @EVERY_VARIANT
@@ -123,5 +123,5 @@ def test_assisted_decoding_matches_greedy_search(architecture, head, variant):
     assistant = architecture.upstream_model(head)
     assert torch.equal(model.generate(**inputs, **SEARCHES["greedy"], **STEPS, assistant_model=assistant), expected)
     if (architecture, head) in ALONE:
-        found = model.generate(**inputs, **SEARCHES["greedy"], **STEPS, prompt_lookup_num_tokens=2)
-        assert torch.equal(found, expected)
+        actual = model.generate(**inputs, **SEARCHES["greedy"], **STEPS, prompt_lookup_num_tokens=2)
+        assert torch.equal(actual, expected)

@@ -43,8 +43,8 @@ def test_head_loads_the_weights_of_a_base_model(architecture, head, tmp_path):
         return  # of a pair of stacks it has one
     base, info = base_class(architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not set(without) & set(info["missing_keys"])
-    found = base.state_dict()
-    assert_same(without, {name: found[name] for name in without}, atol=0, rtol=0)
+    result = base.state_dict()
+    assert_same(without, {name: result[name] for name in without}, atol=0, rtol=0)
 
 
 @EVERY_ARCHITECTURE
@@ -56,13 +56,13 @@ def test_mismatched_shapes_raise_an_error_or_are_initialized(architecture, tmp_p
     model = fresh(architecture, head, "gqa")
     name, shape = max(model.state_dict().items(), key=lambda item: (item[1].dim() == 2, item[1].numel()))
     weights = dict(model.state_dict())
-    path = next(each for each in weights if "attn" in each.lower() or "attention" in each.lower())
+    path = next(entry for entry in weights if "attn" in entry.lower() or "attention" in entry.lower())
     weights[path] = weights[path][..., :-1].contiguous()
     options = {"config": model.config, "state_dict": weights}
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         type(model).from_pretrained(None, **options)
     loaded, info = type(model).from_pretrained(None, **options, ignore_mismatched_sizes=True, output_loading_info=True)
-    assert {each[0] for each in info["mismatched_keys"]} == {path}
+    assert {entry[0] for entry in info["mismatched_keys"]} == {path}
     assert loaded.state_dict()[path].shape == model.state_dict()[path].shape
     assert all(value.isfinite().all() for value in tensors(loaded.eval()(**architecture.batch(head))).values())
     assert torch.equal(loaded.state_dict()[name], shape) or name == path
@@ -103,9 +103,9 @@ def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
     head = next(iter(architecture.heads))
     model, upstream = fresh(architecture, head, "gqa"), architecture.upstream_model(head)
     kinds = []
-    for number, each in enumerate((model, upstream)):
-        each.save_pretrained(tmp_path / str(number))
-        loaded = type(each).from_pretrained(tmp_path / str(number), dtype=dtype)
+    for number, entry in enumerate((model, upstream)):
+        entry.save_pretrained(tmp_path / str(number))
+        loaded = type(entry).from_pretrained(tmp_path / str(number), dtype=dtype)
         kinds.append({name: value.dtype for name, value in loaded.state_dict().items()})
     assert kinds[0] == kinds[1] and dtype in kinds[0].values()
 

@@ -37,7 +37,7 @@ import hf_attn_variants
 @EVERY_HEAD
 def test_training_gives_every_parameter_a_gradient(architecture, head):
     """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
-    batch, found = architecture.batch(head, labels=True), []
+    batch, actual = architecture.batch(head, labels=True), []
     model = make(architecture, head, "latent", **without_dropout(architecture)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
@@ -47,8 +47,10 @@ def test_training_gives_every_parameter_a_gradient(architecture, head):
         torch.manual_seed(3)
         output = model(**batch)
         (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
-    without = sorted(name for name, grad in found[0].items() if grad is None)
+        actual.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        )
+    without = sorted(name for name, grad in actual[0].items() if grad is None)
     upstream = architecture.upstream_model(head)
     output = upstream(**batch)
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
@@ -57,8 +59,8 @@ def test_training_gives_every_parameter_a_gradient(architecture, head):
     ours = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
     assert not ours, sorted(ours)
     assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
-    if len(found) == 2:
-        assert_same(*({name: grad for name, grad in each.items() if grad is not None} for each in found))
+    if len(actual) == 2:
+        assert_same(*({name: grad for name, grad in item.items() if grad is not None} for item in actual))
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
     assert not any(info.values()), info
     assert_same(model.state_dict(), loaded.state_dict(), atol=0, rtol=0)
     pointers = [
-        {name: each.data_ptr() for name, each in m.state_dict(keep_vars=True).items()} for m in (model, loaded)
+        {name: item.data_ptr() for name, item in m.state_dict(keep_vars=True).items()} for m in (model, loaded)
     ]
     ties = [{frozenset(n for n in at if at[n] == at[name]) for name in at} for at in pointers]
     assert ties[0] == ties[1]
@@ -120,15 +122,15 @@ def test_eager_equals_sdpa(architecture, variant):
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
     for inputs in (batch, flipped):
         kept = inputs.get("attention_mask")
-        found = []
+        actual = []
         for implementation in ("eager", "sdpa"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
                 output = next(iter(tensors(model(**inputs)).values()))
             # What is computed at padding is nobody's business.
             is_of_text = kept is not None and "decoder_input_ids" not in inputs
-            found.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
-        torch.testing.assert_close(*found, **TOLERANCE)
+            actual.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
+        torch.testing.assert_close(*actual, **TOLERANCE)
 
 
 @EVERY_ARCHITECTURE
@@ -160,7 +162,7 @@ def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, var
     for name, value in theirs.items():
         if isinstance(value, tuple):
             # Upstream of 5.15 and 5.17 leaves out the weights of a T5 decoder.
-            assert not value or [each.shape for each in ours[name]] == [each.shape for each in value], name
+            assert not value or [item.shape for item in ours[name]] == [item.shape for item in value], name
     for value, unnamed in zip(ours.to_tuple(), as_tuple, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, unnamed)
@@ -189,18 +191,18 @@ def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture,
     expected = model.generate(input_ids=ids, **options)
     embedded = model.get_input_embeddings()(ids)
     flags = {"output_scores": True, "output_attentions": True, "output_hidden_states": True}
-    found = model.generate(inputs_embeds=embedded, **options, **flags, return_dict_in_generate=True)
-    assert torch.equal(found.sequences, expected)
+    actual = model.generate(inputs_embeds=embedded, **options, **flags, return_dict_in_generate=True)
+    assert torch.equal(actual.sequences, expected)
     rows, config = len(ids) * beams, model.config
-    assert [score.shape for score in found.scores] == [(rows, VOCABULARY)] * steps
-    layers = len(found.decoder_attentions[0])
+    assert [score.shape for score in actual.scores] == [(rows, VOCABULARY)] * steps
+    layers = len(actual.decoder_attentions[0])
     for step, (own, cross, states) in enumerate(
-        zip(found.decoder_attentions, found.cross_attentions, found.decoder_hidden_states, strict=True)
+        zip(actual.decoder_attentions, actual.cross_attentions, actual.decoder_hidden_states, strict=True)
     ):
         heads = config.decoder_attention_heads if hasattr(config, "decoder_attention_heads") else config.num_heads
-        assert [each.shape for each in own] == [(rows, heads, 1, step + 1)] * layers
-        assert [each.shape for each in cross] == [(rows, heads, 1, LENGTH)] * layers
-        assert [each.shape for each in states] == [(rows, 1, config.d_model)] * (layers + 1)
+        assert [item.shape for item in own] == [(rows, heads, 1, step + 1)] * layers
+        assert [item.shape for item in cross] == [(rows, heads, 1, LENGTH)] * layers
+        assert [item.shape for item in states] == [(rows, 1, config.d_model)] * (layers + 1)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +245,8 @@ def test_resized_embeddings_stay_tied(architecture, head):
 def whole_layers(model):
     """Return the outermost modules that a device map does not split."""
     names = set(model._no_split_modules or ())
-    found = [path for path, module in model.named_modules() if type(module).__name__ in names]
-    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    actual = [path for path, module in model.named_modules() if type(module).__name__ in names]
+    return [path for path in actual if not any(path.startswith(f"{other}.") for other in actual)]
 
 
 @EVERY_ARCHITECTURE
@@ -271,7 +273,7 @@ def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
             parts[path] = "cpu"
     loaded = type(model).from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload")
     assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
-    assert {each.device.type for each in loaded.get_submodule(layer).parameters()} == {"meta"}
+    assert {item.device.type for item in loaded.get_submodule(layer).parameters()} == {"meta"}
     with torch.no_grad():
         assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
 

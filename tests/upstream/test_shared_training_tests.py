@@ -54,17 +54,17 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
     model.requires_grad_(False)
     model.enable_input_require_grads()
     _, _, last = list(model.named_attentions())[-1]
-    adapter = next(each for each in last.modules() if isinstance(each, torch.nn.Linear))
+    adapter = next(item for item in last.modules() if isinstance(item, torch.nn.Linear))
     adapter.requires_grad_(True)
-    found = []
+    result = []
     for checkpointed in (False, True):
         if checkpointed:
             checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
         next(iter(tensors(model(**architecture.batch(head))).values())).square().sum().backward()
-        found.append({"gradient": adapter.weight.grad.clone()})
-    assert_same(*found)
+        result.append({"gradient": adapter.weight.grad.clone()})
+    assert_same(*result)
 
 
 @CLASSIFIERS
@@ -111,10 +111,10 @@ def test_hidden_states_of_selected_layers_are_returned(architecture):
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):
             pytest.skip("this transformers returns all or none")
-        found, whole = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
+        result, whole = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
     names = [name for name in some[0] if name.endswith("hidden_states")]
-    assert names and list(found) == list(some[0])
+    assert names and list(result) == list(some[0])
     for name in names:
-        assert [value is None for value in found[name]] == [value is None for value in some[0][name]]
-        kept = [(value, other) for value, other in zip(found[name], whole[name], strict=True) if value is not None]
+        assert [value is None for value in result[name]] == [value is None for value in some[0][name]]
+        kept = [(value, other) for value, other in zip(result[name], whole[name], strict=True) if value is not None]
         assert kept and all(torch.equal(value, other) for value, other in kept)
