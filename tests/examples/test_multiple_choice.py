@@ -175,10 +175,10 @@ def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_pat
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4), name
-    actual, kept = (load_file(folder / "model.safetensors") for folder in (tmp_path / "two", out))
-    for weights in (actual, kept):
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "two", out))
+    for weights in (actual, expected):
         weights.pop("classifier.bias")  # it is added to each choice alike: its gradient is nothing but rounding
-    assert_close(actual, kept, rtol=1e-3, atol=1e-4)
+    assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     one, two = (lines_of(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 

@@ -290,10 +290,10 @@ def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel
     options = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False}
     with torch.no_grad():
         for beams in (1, 3):
-            kept, anew = (
+            cached, uncached = (
                 model.generate(**inputs, **options, num_beams=beams, use_cache=is_on) for is_on in (True, False)
             )
-            assert torch.equal(kept, anew)
+            assert torch.equal(cached, uncached)
 
 
 def test_kernels_with_other_implementations_raise_an_error():

@@ -163,8 +163,8 @@ def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, he
     batch = {name: item.flip(1) for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
     for beams in (1, 3):
         options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "num_beams": beams}
-        kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-        assert kept.equal(anew)
+        cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+        assert cached.equal(uncached)
 
 
 def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):

@@ -95,8 +95,8 @@ def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, 
         if not name.startswith("decoder")
     }
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-    assert kept.equal(anew)
+    cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+    assert cached.equal(uncached)
 
 
 def test_unsupported_operations_on_a_mixed_cache_raise_an_error():

@@ -61,8 +61,8 @@ def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_pat
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for key in ("eval_loss", "gate_shuffled_cost", "train_loss", "train_tokens", "eval_samples"):
         assert results[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
-    actual, kept = (load_file(tmp_path / out / "model.safetensors") for out in ("two", "one"))
-    assert_close(actual, kept, rtol=1e-3, atol=1e-4)
+    actual, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("two", "one"))
+    assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.thorough
