@@ -48,11 +48,11 @@ SHORT_MARK = "page faults not recorded"
 WAYS = ("glibc", "kept")
 # Their names in texts: glibc's default settings, and the fixed setting in which it does not return memory.
 SETTINGS = {"glibc": "default", "kept": "fixed"}
-# Arguments that a report does not repeat: where it lies, and the ways, which it says otherwise.
+# Arguments that a report does not repeat: its path, and the allocator setting.
 NOT_SHOWN = ("output_dir", "output", "memory")
-# Two ratios that differ by more are both said.
+# Both ratios are shown if they differ by more.
 SAME = 1.1
-# What a process must not inherit that is to have glibc's allocator as it is.
+# Variables that a process with the default allocator setting must not inherit.
 ALLOCATORS = (*KEEPING, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 
 

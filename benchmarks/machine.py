@@ -13,7 +13,7 @@ import transformers
 
 import hf_attn_variants
 
-# Of a processor's instructions those that decide how fast matrices are multiplied.
+# The instructions of a processor that determine the speed of matrix products.
 INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
 
 

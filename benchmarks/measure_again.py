@@ -48,7 +48,7 @@ ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name"
 WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
 WINDOW += ["--threads", "2", "--run_name"]
 TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
-# Of reports that do not say with which arguments they were made, or not where their input lies.
+# The arguments of reports that do not contain them, or that lack the path of their input.
 GIVEN = {
     "encode_minilm_cpu": ("speed.encode", ["--model_name_or_path", MINILM, *ENCODE]),
     "encode_bert-base_cpu": ("speed.encode", ["--threads", "2"]),
@@ -67,9 +67,9 @@ GIVEN = {
     "talking_heads_cpu_plain": ("speed.talking_heads", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
     "talking_heads_cpu_layers": ("speed.talking_heads", [*TALKING, "--parts", "layers", "training_steps"]),
 }
-# With one thread, as they were measured.
+# With one thread, like the original measurement.
 ONE_THREAD = ("loop_overhead", "onnx_latency")
-# What a report's script imports beside the package: the peer of a claim, or what is measured.
+# Additional imports of a report's script: the peer of a claim, or the measured library.
 NEEDED = {"talking_heads_cpu": "x_transformers", "talking_heads_cpu_layers": "x_transformers", "onnx_latency": "onnx"}
 # The claims that page faults flatter most come first; then README's.
 FIRST = (

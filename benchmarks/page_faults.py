@@ -37,10 +37,10 @@ __all__ += ["watched_rounds", "way_now"]
 # With which glibc keeps memory: no block is so large that it is mapped by itself, and none is given back.
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 KEEPERS = ("jemalloc", "tcmalloc", "mimalloc")
-# So few faults a second (10 MB of new pages) take a hundredth of the time where one takes 4 microseconds, which is
-# dear; and so few in all are no matter in any time, for Python's own objects need a page now and then.
+# 2,500 faults per second (10 MB of new pages) take one percent of the time if each takes 4 microseconds, a high
+# value. 16 faults in total never matter, because the objects of Python also need some pages.
 FEW_A_SECOND, FEW = 2500, 16
-# What a fault of a huge page (2 MiB, zeroed) takes, in those of a small one, where the kernel gives huge ones unasked.
+# The cost of a fault of a huge page (2 MiB, zeroed) in faults of small pages, if the kernel uses huge pages.
 HUGE_FAULT = 100
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

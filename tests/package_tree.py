@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_attn_variants"
 PAGE = ROOT / "docs/tree.md"
-# Rooms in the order in which they build on each other; other folders stand by their names.
-ROOMS = (
+# Folders in the order of their layers; other folders are sorted by name.
+FOLDERS = (
     "modeling",
     "reference",
     "shared_memory",
@@ -25,7 +25,7 @@ ROOMS = (
     "export",
     "commands",
 )
-# Where a sentence begins, from where its name does.
+# The column of the sentence, relative to the column of the name.
 SENTENCE_COLUMN = 29
 
 
@@ -50,7 +50,7 @@ def _inside(folder: Path, indent: str) -> Iterator[str]:
 
 
 def _order(folder: Path) -> tuple[int, str]:
-    return (ROOMS.index(folder.name) if folder.name in ROOMS else len(ROOMS), folder.name)
+    return (FOLDERS.index(folder.name) if folder.name in FOLDERS else len(FOLDERS), folder.name)
 
 
 def _line(indent: str, name: str, file: Path) -> str:

@@ -153,7 +153,7 @@ def _speech_and_target() -> dict[str, torch.Tensor]:
 
 
 def _target_of_states() -> dict[str, Any]:
-    # The decoder alone reads what an encoder elsewhere has made.
+    # The decoder without its encoder attends to given encoder outputs.
     return text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
 
 

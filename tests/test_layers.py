@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_attn_variants"
-# From the lowest to the highest: a room imports those of the lines above its own, and none beside it on its line.
+# The layers from low to high. A package imports only packages of earlier lines, and none of its own line.
 ORDER = (
     ("modeling",),
     ("registration", "reference"),
@@ -27,9 +27,9 @@ ORDER = (
     ("front doors",),
 )
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", "attn_variants")
-# The same of the rooms in modeling/; what stands beside them is below all.
-MODELING = ("beside", "ops", "mechanisms", "fields", "attention", "architectures")
-LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+# The folders of modeling/ in the same order; the files next to them are below all folders.
+MODELING = ("files", "ops", "mechanisms", "fields", "attention", "architectures")
+LEVELS = {layer: level for level, layers in enumerate(ORDER) for layer in layers}
 MOST_LINES, MOST_FUNCTION_LINES = 800, 60
 # Triton kernels: parts of them would take 25 arguments each, and none has run on a GPU yet.
 LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
@@ -63,7 +63,7 @@ def imported_modules(name, modules=MODULES):
     return {item for item in result if item in modules} - {name}
 
 
-def room(name):
+def layer_of(name):
     if name in FRONT_DOORS:
         return "front doors"
     inside = name.split(".")[1]
@@ -75,7 +75,7 @@ def arrows_upward(imports):
     result = []
     for name, others in imports.items():
         for other in others:
-            here, there = room(name), room(other)
+            here, there = layer_of(name), layer_of(other)
             if here != there and LEVELS[there] >= LEVELS[here]:
                 result.append(f"{name} ({here}) imports {other} ({there})")
     return sorted(result)
@@ -162,20 +162,20 @@ def test_folders_of_modeling_import_only_lower_folders():
 
 def test_top_level_names_are_unique_within_a_layer():
     """Check that top-level names are unique per layer, because each layer is one file in a repository."""
-    rooms = {}
+    layers = {}
     for name in IMPORTS:
         if (
             name.startswith(f"{PACKAGE}.modeling.")
             and len(parts := name.split(".")) > 3
             and parts[2] != "architectures"
         ):
-            rooms.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
+            layers.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
     result = []
-    for room, files in rooms.items():
+    for layer, files in layers.items():
         for name in set().union(*files) - {"__all__", "logger"}:
             meanings = {id(item[name]): item[name] for item in files if name in item}
             if len(meanings) > 1 and not re.fullmatch(r"__\w+__", name):
-                result.append(f"{room}: {name}: {list(meanings.values())}")
+                result.append(f"{layer}: {name}: {list(meanings.values())}")
     assert not result, "\n".join(result)
 
 
@@ -302,7 +302,7 @@ def test_documented_tree_matches_the_package():
 
 def test_tree_lists_nested_folders_with_first_sentences(tmp_path):
     files = {
-        "__init__.py": '"""A house. Of stone."""',
+        "__init__.py": '"""A package. With modules."""',
         "b.py": '"""Two\nlines of v1.1: one.\n\nMore."""',
         "a.py": "",
         "modeling/core/c.py": '"""Inner."""',
@@ -311,11 +311,11 @@ def test_tree_lists_nested_folders_with_first_sentences(tmp_path):
         "commands/a_name_that_is_longer_than_others.py": '"""E."""',
     }
     for name, text in files.items():
-        (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "house" / name).write_text(text)
-    assert package_tree.tree_of(tmp_path / "house").splitlines() == [
-        "house/",
-        "  __init__.py                  A house",
+        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "package" / name).write_text(text)
+    assert package_tree.tree_of(tmp_path / "package").splitlines() == [
+        "package/",
+        "  __init__.py                  A package",
         "  a.py",
         "  b.py                         Two lines of v1.1: one",
         "  modeling/",

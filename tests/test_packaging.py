@@ -184,7 +184,7 @@ def test_wheel_contains_the_pages_and_their_link_targets(built, run_wheel):
 
 def test_messages_name_subcommands_instead_of_scripts():
     """Check that messages name subcommands, because the wheel contains no scripts."""
-    # A parser called by a script names that script; what modeling/ says is tested beside it.
+    # A parser that a script calls names this script; another test checks modeling/.
     package = (ROOT / "hf_attn_variants").rglob("*.py")
     paths = [path for path in package if path.name != "command_line.py" and "modeling" not in path.parts]
     for path in paths:

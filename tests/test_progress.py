@@ -45,7 +45,7 @@ def test_progress_bars_follow_the_switches_of_the_libraries(make, monkeypatch):
         assert not transformers_logging.is_progress_bar_enabled() and datasets.are_progress_bars_disabled()
         with progress.no_progress_bars():
             pass
-        assert make(range(2)).disable  # as it was outside
+        assert make(range(2)).disable  # unchanged outside of the context
     with progress.no_progress_bars(False):
         assert not make(range(2)).disable
     assert transformers_logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()

@@ -98,7 +98,7 @@ class Results:
         return sorted(self._rows.values(), key=_order)
 
     def __contains__(self, key: tuple) -> bool:
-        # A row that has a batch_order was made by an earlier version of --group_by_length: it is measured anew.
+        # An earlier version of --group_by_length made rows with a batch_order. They are measured again.
         return key in self._rows and "batch_order" not in self._rows[key]
 
     def add(self, row: Row) -> None:

@@ -37,7 +37,7 @@ UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
 OF_SOME = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
-# The branches of a hybrid that are read, by the logarithm of gamma; None = as it is. By 80 nothing is left of the
+# The branches of a hybrid that are used, by the logarithm of gamma; None: unchanged. With 80, nothing is left of the
 # kernel's weights in float32, and the window's sums are below its largest number.
 BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
 

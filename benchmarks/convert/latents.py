@@ -42,7 +42,7 @@ T5_OPTIONS: tuple[dict[str, int], ...] = (
     *({"cross_kv_lora_rank": 128, "kv_lora_rank": r} for r in (64, 32)),
     {"cross_kv_lora_rank": 64, "kv_lora_rank": 32},
 )
-# By numbers a token (2 k d of heads, r of a latent) and, the last four, by parameters of keys and values.
+# Equal cache size per token (2 k d of heads, r of a latent), and for the last four equal parameters.
 MINILM_OPTIONS: tuple[dict[str, int], ...] = (
     {},
     *({"num_key_value_heads": k} for k in (6, 4, 2, 1)),
@@ -206,7 +206,7 @@ def plot(rows: list[Row], output: Path) -> None:
         grid = figure.subplots(len(metrics), 2, squeeze=False, sharey="row")
         for (metric, title), line in zip(metrics.items(), grid, strict=True):
             for axes, (size, label) in zip(line, axes_of.items(), strict=True):
-                named: set[str] = set()  # the closed form and the fit lie close together
+                named: set[str] = set()  # the closed form and the fit are close together
                 for row in mine:
                     if row["option"]:
                         is_heads = "num_key_value_heads" in row["option"]

@@ -33,12 +33,12 @@ from benchmarks.convert.conversion_quality import run_record
 from hf_attn_variants.cli import main as command
 from hf_attn_variants.files import atomic_write, load_json
 
-# Where a model lies in its wheel, and the class of its head.
+# The folder of a model in its wheel, and the class of its head.
 SOURCES = {
     "albert": ("rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k", "AlbertForMaskedLM"),
     "bert": ("rxnfp/models/transformers/bert_pretrained", "BertForMaskedLM"),
 }
-# Of SMILES: an atom in brackets, one of two letters, a ring's number of two digits, the arrow; else a character.
+# Tokens of SMILES: an atom in brackets, two-letter atoms, two-digit ring numbers, the arrow, or a character.
 TOKENS = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."
 MASKED, BATCH, MAX_LENGTH = 0.15, 50, 256
 

@@ -17,7 +17,7 @@ from benchmarks.speed import decode
 from hf_attn_variants.modeling.ops import latent_decoding
 
 SOURCE = 2048
-# First what the goal is about. None: the largest batch. Each change of the shape makes all models anew.
+# The shape of the target comes first. None: the largest batch. A change of the shape rebuilds all models.
 SETTINGS = [("t5-base", 64), *(("t5-large", batch) for batch in (64, 256, 1, None))]
 SETTINGS += [*(("t5-base", batch) for batch in (256, 1, None, 16)), ("t5-large", 16)]
 TINY_SETTINGS = [("tiny", 2), ("tiny", 1), ("tiny", None)]

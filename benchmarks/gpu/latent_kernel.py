@@ -99,7 +99,7 @@ def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) ->
     logits = query.double() @ latent.double().mT * scaling + added
     want = logits.softmax(-1) @ latent.double()
     launch = launch_of(query, latent)
-    # The kernels themselves: the other way round, torch's would stand in for those that fail.
+    # Call the kernels directly, because the public function falls back to torch.
     error = relative_error(one_latent_by_kernels(query, latent, mask, scaling, launch), want)
     return {"error": error, "launch": list(launch), "met": error <= LIMITS[dtype]}
 

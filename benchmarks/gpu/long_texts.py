@@ -16,7 +16,7 @@ from benchmarks.long.sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
 
-try:  # a package without them has windows alone
+try:  # an older package only has windows
     from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 except ImportError:
     KERNELS = ()

@@ -18,10 +18,10 @@ from benchmarks.gpu.cells import Cells, main, relative_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
-# Of float32: sums in another order. Of half precision: so many times upstream's own error, and two roundings of the
-# format: by chance a handful of numbers may lie near upstream's float32.
+# The limit of float32 covers another order of sums. For half precision it is a multiple of the error of
+# Transformers, plus two roundings, because few values can be close to float32 by chance.
 FLOAT32_LIMIT, TIMES_UPSTREAMS, SPARE = 2e-5, 1.5, {"bfloat16": 2**-7, "float16": 2**-10}
-# Of a variant beside itself on the CPU in float32.
+# The limits of a variant compared with itself on the CPU in float32.
 VARIANT_LIMITS = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
 REAL_LENGTH, REAL_BATCH = 512, 4

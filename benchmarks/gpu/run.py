@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[float, str]] = {
 }
 # A part whose process ends by itself without being complete is started again so often at most.
 MAX_STARTS = 60
-# What a process is given beyond its deadline to end the cell that it is in.
+# Seconds after the deadline in which a process can finish its cell.
 GRACE_SECONDS = 20
 # A part is not started for less: its imports take some.
 MIN_SECONDS = 30
@@ -126,7 +126,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
             stop_group(process)
         before_any_cell = not output.exists() or output.stat().st_mtime < started
         if before_any_cell and status:
-            # Its import failed, or it refuses the file that is there: it said so on stderr.
+            # Its import failed, or it does not accept the existing file; stderr has the error.
             return f"ended with status {status} before its first cell"
         if summary(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
             return None

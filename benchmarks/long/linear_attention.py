@@ -41,10 +41,10 @@ from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 from hf_attn_variants.reference.linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
-# What a part is called in the report, where that is not its own name.
+# Names of parts in the report, if they differ.
 REPORTED = {"memory": "peak_memory"}
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
-# Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
+# Only measured on request. The hybrid has a window of 64, and linformer is only for encoders.
 OTHERS = ["hybrid", "linformer"]
 VECTORS = (32, 64, 128, 256, 512, 1024)
 DRAWS = 20

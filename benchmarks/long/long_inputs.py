@@ -46,7 +46,7 @@ Encode = Callable[[Ids], torch.Tensor]
 
 WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "256", "--num_global_tokens", "1")
 INTERPOLATED = ("--position_extension", "interpolated")
-# MiniLM, reading pieces, teaches the model of windows: on articles and, that short text stays as it is, on lines.
+# MiniLM with pieces is the teacher of the model with windows: on articles, and on lines to keep short text.
 TRAINING_TEXTS = 320  # of each
 UPTRAINING = (
     *("--objective", "embedding", "--teacher_max_length", "256", "--max_length", "1024", "--trainable", "all"),
@@ -54,7 +54,7 @@ UPTRAINING = (
     *("--group_by_length", "--per_device_eval_batch_size", "2", "--eval_steps", "150", "--mixed_precision", "bf16"),
 )
 UPTRAINED = ", uptrained"
-# How a text is read by MiniLM as it is -> tokens of a piece, and how many are read; None = all.
+# Ways to read a text with MiniLM -> tokens per piece, and number of pieces; None: all.
 PIECES: dict[str, tuple[int, int | None]] = {
     "truncated": (OLD_POSITIONS, 1),
     "chunks": (OLD_POSITIONS, None),

@@ -28,7 +28,7 @@ from hf_attn_variants.commands import squad as squad_command
 ROOT = Path(__file__).resolve().parents[2]
 DEV = "squad/dev-v1.1.json"
 POSITIONS = 4_096
-ROOM = 80  # tokens beside the article: the question, of at most 64, and special ones
+ROOM = 80  # tokens of the question (at most 64) and special tokens
 GAP = "\n"  # between two paragraphs
 KEY = ("reading", "questions", "seed")
 LONGER = ("--max_position_embeddings", str(POSITIONS))

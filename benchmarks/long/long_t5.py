@@ -39,7 +39,7 @@ from hf_attn_variants.files import atomic_write
 ROOT = Path(__file__).resolve().parents[2]
 KEY = ("encoder", "steps")
 SUMMARIES = "transient global"
-# What the encoder reads -> the fields that say it.
+# The attention of the encoder -> its fields.
 ENCODERS: dict[str, dict[str, Any]] = {
     "everything": {},
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 128},

@@ -47,7 +47,7 @@ PARTS = ("attention", "layers", "memory")
 PEERS = ["sdpa", "window"]
 FULL, WINDOWED = "BERT layer", "BERT layer, window"
 OURS, LONGFORMER = "self-attention, window", "Longformer's self-attention"
-# At 4,096 tokens: how many times as fast, forward and in training; of Longformer's layer; and memory beside full's.
+# At 4,096 tokens: the speedup, forward and in training; that of Longformer's layer; and relative memory.
 GOALS = {"forward": 5.0, "training": 4.0, "longformer": 2.0, "memory": 1.5}
 GOAL_LENGTH, SHORT_LENGTH = 4096, 1024
 

@@ -29,10 +29,10 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.files import atomic_write
 
 FOLDER = Path(__file__).resolve().parent
-# Of the encoder and of the decoder, in self- and cross-attention; None: as many as queries.
+# Key/value heads of the encoder, the decoder and cross-attention; None: as many as query heads.
 HEADS = ((None, None), (2, 2), (1, 1), (4, 1), (None, 2))
 SENTENCES, NEW_TOKENS, HEARD_TOKENS = 50, 60, 120
-# What is compared in which precision; of the others float32 says enough.
+# The comparisons per precision; for the others float32 is enough.
 QUANTIZATIONS = {"float32": ("greedy", "4 beams", "4 beams, defaults"), "int8": ("greedy",), "bfloat16": ("greedy",)}
 SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"num_beams": 1}, {"beam_size": 1, "min_decoding_length": 0}),

@@ -383,7 +383,7 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.2)
-        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # room for the highest name
+        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # space for the highest name
         axes.set_xlabel("key/value cache, MiB")
         axes.set_title(f"batch {at[0]}, source {at[1]}")
         axes.grid(alpha=0.3)

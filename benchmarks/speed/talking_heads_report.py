@@ -171,7 +171,7 @@ def _draw_ratios(axis, rows: list[dict], mode: str, title: str, colours: dict[st
         axis.tick_params(axis="x", rotation=25)
     axis.set_xlabel("b, h, n, d")
     axis.set_ylabel("times SDPA")
-    axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # space for the legend
     axis.legend(fontsize=8, ncols=2, loc="upper center")
 
 

@@ -31,7 +31,7 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.inspection.speed import order_of_round
 
 UPSTREAM = "transformers"
-# What is done with the checkpoint, in turn.
+# The engines, in turn.
 IN_TORCH: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "share_memory": (share_memory,),
     "int8": (quantize,),

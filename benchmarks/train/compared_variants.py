@@ -21,7 +21,7 @@ AFTER = TaskDistillation(
 )
 
 
-# Of MiniLM its second and third layer: there a word of one text finds itself in the other.
+# The second and third layer of MiniLM are token-matching layers.
 MATCHING = {"keep_matching_layers": 2, "method": "calibrated"}
 
 

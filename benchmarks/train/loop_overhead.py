@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     models = {name: copy.deepcopy(model) for name in loops}
     objectives = {name: objective(models[name]) for name in loops}
     optimizers = {name: torch.optim.AdamW(models[name].parameters(), LEARNING_RATE, fused=True) for name in loops}
-    # Once, as in a run: preparing is no part of a step.
+    # Once, as in a run, because the preparation is not a part of a step.
     models["loop"], optimizers["loop"] = accelerator.prepare(models["loop"], optimizers["loop"])
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     clock: dict[str, list[float]] = {name: [] for name in loops}
@@ -192,12 +192,12 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
         ]
         loader = create_train_dataloader(data, EpochSampler(count, 0), args.batch_size, _stack, 0)
         return model, lambda _: make_classification_objective(), accelerator.prepare(loader)
-    # Without a pretrained head: its weights are drawn, which is no matter here.
+    # Without a pretrained head, because random weights do not matter here.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     prepare = MaskedLMPreparation(tokenizer, args.length, 0.15, seed=0)
     files = check_text_files(args.train_file)
-    # A turn begins the stream anew, and so pays for filling its shuffling window, which a real run does once a
+    # A turn restarts the stream and fills its shuffling window, which a real run does once per
     # window: a window of one turn's blocks costs a turn what its own blocks cost.
     window = args.batch_size * (args.steps + 1)
     stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)

@@ -82,7 +82,7 @@ def run_script(command: list[str], folder: Path, done: str = "all_results.json")
     """
     if (folder / done).is_file():
         return
-    # An interrupted training goes on; other leftovers are the scripts' to refuse.
+    # An interrupted training continues; the scripts raise errors for other leftovers.
     resumed = ["--resume_from_checkpoint", "latest"] if any(folder.glob("checkpoint-*")) else []
     print(shlex.join(command + resumed), flush=True)
     if status := subprocess.run(command + resumed).returncode:

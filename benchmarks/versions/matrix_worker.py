@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "RobertaForCausalLM", "ElectraForCausalLM")
 NEW_TOKENS = 6
-# What a text is read in through a cache: several tokens, then one by one.
+# The lengths of calls with a cache: several tokens, then single tokens.
 PIECES = (3, 1, 1, 1, 1, 1, 1)
 SEARCHES = {"greedy": 1, "tokens": 2}  # beams
 
@@ -74,7 +74,7 @@ def _fields(row: Any, variant: str) -> dict[str, Any]:
     if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
         fields |= RANKS
     if "talking_heads" in fields and "encoder_attention_heads" in row.tiny:
-        fields["encoder_attention_heads"] = 12  # heads that talk are as many in both stacks
+        fields["encoder_attention_heads"] = 12  # talking heads need equal heads in encoder and decoder
     if "attention_kernel" in fields and row.name in ("t5", "umt5"):
         fields["position_embedding_type"] = "sinusoidal"  # a kernel adds no relative bias
     return fields
@@ -108,7 +108,7 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dic
     found = {"logits": model(**inputs).logits.contiguous()}
     if _writes(model):
         given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-        if not model.config.is_encoder_decoder:  # padding on the right is no prompt
+        if not model.config.is_encoder_decoder:  # a prompt cannot be padded on the right
             given = {"input_ids": given["input_ids"]}
         options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         for name, beams in SEARCHES.items():

@@ -110,7 +110,7 @@ def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
 
     It starts in a folder without the package, which would come before that one.
     """
-    # The benchmark is today's in both; the package is the folder's.
+    # Both use the current benchmark, and the package of their folder.
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['serve'](sys.argv[2])"
     command = [sys.executable, "-c", program, __file__, size]
     environment = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}

@@ -36,7 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 KEPT = FOLDER / "repositories"
 OLDEST = (5, 15)
-# Of the largest logit: float32 in another order of summation.
+# Relative to the largest logit, for another order of float32 sums.
 TOLERANCE = 1e-5
 # After each piece of a text that is read through it (`PIECES` of the worker).
 CACHE_LENGTHS = [3, 4, 5, 6, 7, 8, 9]
@@ -186,7 +186,7 @@ def keep(folder: Path, name: str) -> None:
     with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
         paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]
         for path in sorted(paths, key=lambda path: (path.suffix, path.name, path)):
-            archive.add(path, path.relative_to(folder))  # the same code files beside each other, which compress
+            archive.add(path, path.relative_to(folder))  # equal code files are adjacent, so that they compress well
 
 
 def kept_repositories(work_dir: Path) -> dict[str, Path]:

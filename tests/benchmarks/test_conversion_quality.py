@@ -94,7 +94,7 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
     together = subjects.translation_loss(model, tokenizer, sources, targets)
     one_by_one = subjects.translation_loss(model, tokenizer, sources, targets, batch_size=1)
     assert together == pytest.approx(one_by_one, rel=1e-5)
-    # By hand: the log-probabilities of all tokens, the end of each sentence among them.
+    # The expected value is the sum of the log-probabilities of all tokens, including the end tokens.
     total, tokens = 0.0, 0
     for source, target in zip(sources, targets, strict=True):
         labels = tokenizer(target, return_tensors="pt")["input_ids"]

@@ -18,7 +18,7 @@ def test_step_equals_transformers_and_reports_its_matrix_products(monkeypatch, t
     for row in report["runs"]:
         assert max(row["largest_difference"].values()) < 1e-5
         assert row["milliseconds"].keys() == {"products", "exact", "share_memory", "upstream"}
-    # Of the same source three times as many queries.
+    # Three times as many queries attend to the same source.
     one, three = report["runs"]
     assert one["operations"] * 3 == three["operations"] == 2 * 2 * 6 * (4 * 64 * 64 + 2 * 4 * 80 * 64)
     claims = importlib.import_module("benchmarks.speed_claims").claims("exact_step_tiny", report)

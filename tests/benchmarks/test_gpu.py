@@ -92,7 +92,7 @@ def test_no_cell_starts_after_the_deadline(load, part):
         cells.run_cells(part, {"works": dict})
 
 
-# A part in a process of its own, without torch: what it does comes after this.
+# A part in a separate process without torch; the tests append its cells.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path

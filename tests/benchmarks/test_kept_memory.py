@@ -38,7 +38,7 @@ def run(script, *arguments, **more):
 @pytest.mark.thorough
 @ON_GLIBC
 def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
-    # What the caller's own allocator was told does not reach the process with glibc as it is.
+    # The process with the default setting does not inherit the allocator settings of the caller.
     ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.iterdir()

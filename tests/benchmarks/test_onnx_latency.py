@@ -34,7 +34,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     ids = torch.randint(5, 60, (3, 9))
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 4 + [0] * 5])
     expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    # the first two tokens by torch, whose cache the graph goes on with
+    # torch computes the first two tokens, and the graph continues with its cache
     start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
     caches = (cache_of(start).self_attention_cache, cache_of(start).cross_attention_cache)
     own, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)

@@ -45,7 +45,7 @@ def test_model_compared_with_itself_has_no_word_errors(script, tmp_path, capsys)
         (
             "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e\u0964",
             2,
-        ),  # Hindi: vowel signs are no spaces
+        ),  # Hindi: vowel signs do not separate words
         ("\u3053\u3093\u306b\u3061\u306f\u3001\u4e16\u754c", 7),  # Japanese: by characters
         ("e\u0301te\u0301", ["\u00e9t\u00e9"]),  # one form of accents
     ],

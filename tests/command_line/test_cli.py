@@ -209,7 +209,7 @@ def test_hub_client_prints_one_retry_message(monkeypatch, capsys):
     monkeypatch.setattr(hub, "handlers", [handler])  # other tests add theirs
     monkeypatch.setattr(handler, "stream", sys.stderr)
     monkeypatch.setattr(costs, "read_checkpoint_config", unreachable)
-    for _ in range(2):  # each command anew
+    for _ in range(2):  # every command in both rounds
         assert cli.main(["inspect", "me/x"]) == 2
         assert capsys.readouterr().err.splitlines() == [
             "'refused' thrown while requesting HEAD https://hub/1",
@@ -373,7 +373,7 @@ def in_a_terminal(command, env, width):
     return printed.decode()
 
 
-# What each command needs beside a checkpoint; an option that takes several values stands between others.
+# The other arguments of each command. An option with several values is between other options.
 COMMAND_LINES = {
     "inspect": ["--length", "8"],
     "benchmark": ["--rounds", "2"],

@@ -55,7 +55,7 @@ def test_encoder_decoder_flops_equal_the_torch_counter(variant):
     flops = flops_per_token(model, LENGTH, SOURCE)
     together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
-    # the encoder alone, and what the cross-attentions' latent, keys and values make of its outputs
+    # the encoder, and the latents, keys and values of cross-attention
     encoder = counted(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)

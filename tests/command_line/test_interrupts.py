@@ -16,11 +16,11 @@ from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import StopSignals
 
 ROOT = Path(__file__).parents[2]
-# Stands before the real one on the path: Ctrl-C comes when the package imports transformers.
+# This module shadows Transformers, so that Ctrl-C comes during the import.
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
-# What pip makes of an entry point.
+# The script that pip writes for an entry point.
 COMMAND = "import sys\nfrom attn_variants import main\nsys.exit(main())\n"
-# What a dataloader's worker is on macOS: a process that imports the command's program again.
+# A worker of a data loader on macOS: a process that imports the program of the command again.
 SPAWNING = """
 import multiprocessing, signal, types
 import attn_variants
@@ -61,7 +61,7 @@ def test_interrupt_during_imports_prints_one_line(argv, own, tmp_path):
     (tmp_path / "stub/other/__init__.py").write_text("import hf_attn_variants\n")
     (tmp_path / "attn-variants").write_text(COMMAND)
     root = folder = ROOT
-    if not own:  # beside an installed package lies other people's work
+    if not own:  # the folder of an installed package contains files of other packages
         root = tmp_path / "installed"
         folder = root / "scripts"
         shutil.copytree(ROOT / "hf_attn_variants", root / "hf_attn_variants")

@@ -87,7 +87,7 @@ def test_engines_with_equal_weights_generate_equal_tokens():
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
-    # As it is captured: no C++ compiler is needed.
+    # The captured graph runs without compilation, so no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
     actual = list_engines(config, [], NO, compiles=True)

@@ -66,7 +66,7 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
     batch = used[0]
     with torch.no_grad():
         logits = model(**drop_encoder_outputs(batch)).logits
-        # What the encoder made when the model wrote is what it makes.
+        # The recorded encoder outputs equal those of a new call.
         torch.testing.assert_close(model(**reuse_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]

@@ -109,7 +109,7 @@ def test_convert_prints_the_selected_ranks(source, tmp_path, capsys):
     ranks = (config["per_layer_values"] or {}).get("kv_lora_rank") or [config["kv_lora_rank"]] * 2
     assert config["cross_kv_lora_rank"] == 16 and 32 <= sum(ranks) <= 40
     assert "cross_kv_lora_rank" in capsys.readouterr().out
-    # what was chosen, said by its name, is the same
+    # the selected ranks as explicit arguments give the same result
     named = ["convert", str(source), "--method", "mean", "--cross_kv_lora_rank", "16"]
     named += ["--per_layer_values", json.dumps({"kv_lora_rank": ranks}), "--output_dir", str(tmp_path / "named")]
     assert cli.main(named) == 0

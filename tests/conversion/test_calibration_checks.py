@@ -100,7 +100,7 @@ def test_too_few_tokens_warning_states_the_needed_number(caplog, stack, tokens):
     assert f"got {tokens} tokens in 8 examples" in caplog.text
     assert caplog.text.count("Give about 16 such examples") == 1
     caplog.clear()
-    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio, an encoder's alone
+    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio for an encoder
     assert caplog.text == ""
 
 

@@ -275,7 +275,7 @@ def test_report_lists_errors_and_sizes(make_source, tmp_path):
         "before": sum(tensor.numel() for tensor in before.values()),
         "after": sum(tensor.numel() for tensor in after.values()),
     }
-    # 2 layers x (12 -> 3 key and as many value heads) x 4 numbers a head x 4 bytes, in each kind of attention.
+    # 2 layers x (12 -> 3 key and as many value heads) x 4 numbers per head x 4 bytes, for each kind of attention.
     cache = {"before": 2 * 2 * 12 * 4 * 4, "after": 2 * 2 * 3 * 4 * 4}
     assert written["kv_cache_bytes_per_token"] == {"self": cache, "cross": cache}
     assert [(row["module"], row["site"]) for row in written["layers"]] == [

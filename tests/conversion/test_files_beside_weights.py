@@ -23,7 +23,7 @@ from .conftest import tensors_of
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
 def test_tokenizer_without_a_class_name_loads_after_conversion(tmp_path, file):
-    # As in old repositories, bert-base-uncased's for example, where upstream's model_type alone says which it is.
+    # Old repositories such as bert-base-uncased name the class only by model_type.
     source, out = make_tiny_bert(tmp_path / "source"), tmp_path / "out"
     for path in source.glob("*token*"):
         if path.name != file:

@@ -44,7 +44,7 @@ def test_fitted_kernel_has_a_smaller_error(kernel):
             model, **fields_of(kernel), calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
         )
         errors.append(error(fitted, model))
-    # Of linformer the output's regression does all.
+    # For linformer, only the regression of the output projection is fitted.
     least = {"linformer": 1.01}.get(kernel, 0.95)
     assert errors[2] < least * errors[1] < least * errors[0], errors
 
@@ -95,7 +95,7 @@ def test_folder_conversion_equals_the_in_memory_conversion(kernel, folder):
     assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in stored.items())
     model = load_converted(folder / "source", **options)
     assert all(model.state_dict()[name].equal(tensor) for name, tensor in stored.items())
-    # Fewer heads afterwards leave random vectors as they are; of learned maps there is no way to fewer.
+    # Fewer heads keep random vectors unchanged. Learned feature maps cannot get fewer heads.
     if kernel == "favor":
         fewer = convert_model(loaded, 2, method="mean")
         assert fewer.encoder.layer[1].attention.self.kernel_vectors.equal(

@@ -32,7 +32,7 @@ def finder(layers=3, layer=1, **fields):
     model = BertModel(BertConfig(vocab_size=60, initializer_range=0.3, **sizes, **fields)).eval()
     with torch.no_grad():
         model.embeddings.position_embeddings.weight.mul_(0.0)
-        for other in range(layer):  # what is before it leaves the words as they are
+        for other in range(layer):  # the layers before do not change the words
             model.encoder.layer[other].attention.output.dense.weight.mul_(0.01)
             model.encoder.layer[other].output.dense.weight.mul_(0.01)
         attention = model.encoder.layer[layer].attention.self

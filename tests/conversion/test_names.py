@@ -35,8 +35,8 @@ def test_every_name_is_available_after_any_import():
 @pytest.mark.thorough
 def test_reading_a_checkpoint_imports_no_calibration_code():
     done = subprocess.run([sys.executable, "-c", READS_A_FOLDER], capture_output=True, text=True, check=True)
-    rooms = {name.split(".")[2] for name in json.loads(done.stdout)}
-    assert rooms == {"checkpoint"}
+    packages = {name.split(".")[2] for name in json.loads(done.stdout)}
+    assert packages == {"checkpoint"}
 
 
 def test_conversion_without_calibration_imports_no_calibration_code(tmp_path):

@@ -56,7 +56,7 @@ def test_passages_are_the_default_only_for_encoders():
     alone = sorted(map(len, WordTokenizer()(text(), max_length=23)["input_ids"]))
     assert tokens(bert(), passages=False) == alone and max(alone) < 64
     mixed = tokens(bert(), passages=None)
-    # Alone they have at most 23 tokens; of passages, cut at 16 to 256, log(256 / 24) / log(16) have more.
+    # Single texts have at most 23 tokens. Of passages of 16 to 256, log(256 / 24) / log(16) are longer.
     assert len(mixed) == 512 and sum(count > 23 for count in mixed) == pytest.approx(218, abs=4)
     assert 200 < max(mixed) < 256
     assert max(tokens(bert(), passages=None, max_length=40)) < 40
@@ -68,7 +68,7 @@ def test_passages_are_the_default_only_for_encoders():
 
 
 def test_fitted_passages_contain_no_held_out_text():
-    texts = [chr(number) * 30 for number in range(207, 257)]  # each of one token of its own
+    texts = [chr(number) * 30 for number in range(207, 257)]  # each with one unique token
     given = replace(calibration(passages=None), texts=texts)
     used, held_out = (
         {int(token) for batch in part for token in batch["input_ids"].unique()}

@@ -39,7 +39,7 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
     assert model.config.max_position_embeddings == 90 and model.config.attention_window == 8
     with torch.no_grad():
         assert model(token_ids(2, 80)).last_hidden_state.isfinite().all()
-        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # nothing else asked for
+        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # no other change
         ids = token_ids(2, 9)
         expected = source(ids).last_hidden_state
         torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)

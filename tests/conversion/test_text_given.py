@@ -249,5 +249,7 @@ def test_fit_progress_is_logged_to_files(encoder, monkeypatch):
     # batch, and the fit begins after it.
     assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
-    assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
+    assert (
+        bars[0] == 2 < bars[1]
+    )  # a log file has only the first and the last line, because the fit takes less than 20 seconds
     assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]

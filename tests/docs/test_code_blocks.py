@@ -84,7 +84,7 @@ INTRODUCED: dict[str, set[str]] = {
     "docs/conversion.md": {"upstream_model"},
     "docs/talking_heads.md": {"model", "tokenizer"},
 }
-# What stands for something of the reader's own.
+# Placeholders for values of the reader.
 PLACEHOLDERS = {"CHECKPOINT": "minilm", "TASK": "CoLA", "OUT": "out", "EPOCHS": "1"}
 CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", "checkpoint")
 
@@ -185,7 +185,7 @@ class Reader:
             return None
         if words[0] == "pip":
             extras = re.search(r"^(?:hf_attn_variants|\.)\[(\w+)\]$", words[-1])
-            # An sdist's setup.cfg is written anew, with a space at the end of such a line.
+            # setup.cfg of an sdist is rewritten, with a space at the end of such lines.
             assert extras is None or re.search(rf"^{extras[1]} = ?$", (ROOT / "setup.cfg").read_text(), re.M), extras
             return None
         if words[1:3] == ["-m", "pytest"]:

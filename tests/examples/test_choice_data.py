@@ -188,7 +188,7 @@ def test_training_rows_determine_the_answer_format(load):
     assert given.splits["train"].data["label"][:] == [0, 1]
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_invalid_data_error_names_the_row(tmp_path, task, change, message):
         read(tmp_path, task, [{**rows[0], **change}])
 
 
-# Metrics, by formulas of their own
+# Metrics, compared with separate formulas
 
 
 def scores_for(labels, count):
@@ -157,7 +157,7 @@ def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path)
     answers = [[{"text": "New York"}], [{"text": "Bob"}, {"text": "New York"}], [{"text": "Bob"}]]
     queries = [{"query": "@placeholder is", "answers": item, "idx": i} for i, item in enumerate(answers)]
     examples = read(tmp_path, "record", [{"passage": passage, "qas": queries, "idx": 0}])
-    likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # said: the paper, the town, the town
+    likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # predictions: the paper, the town, the town
     scores = np.array([[0.3, 0.3 + item] for row in likely for item in row])
     assert choose_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
     result = compute_superglue_metrics(get_superglue_task("record"), examples, scores)

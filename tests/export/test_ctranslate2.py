@@ -35,7 +35,7 @@ needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is Non
 LINES = ["w4 w9 w12 w30 w7", "w20", "w8 w8 w41 w15 w16 w17 w23 w42 w5 w6 w11 w31", "w33 w34 w40"]
 NEW = 12
 SEARCHES = [({"num_beams": 1}, {"beam_size": 1})]
-# Sums of logarithms, as they are: by default both divide by the length, CTranslate2 by one without the end token.
+# Scores are plain sums of logarithms, because both libraries divide by different lengths by default.
 SEARCHES += [({"num_beams": 4, "length_penalty": 0.0, "early_stopping": False}, {"beam_size": 4, "length_penalty": 0})]
 
 
@@ -179,7 +179,7 @@ def test_target_language_is_generated_first(kind, tmp_path):
     batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
     assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
-    # A checkpoint as it is published says no target.
+    # A published checkpoint names no target language.
     unsaid = "pass target_prefix=[["
     assert unsaid not in written.usage
     if start.forced_bos_token_id is not None:

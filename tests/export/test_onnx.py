@@ -25,7 +25,7 @@ WRITERS = {
     for row in (T5, *ENCODER_DECODERS, WHISPER)
 }
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
-# What a configuration of each variant has; Whisper's and BART's stacks have unequal heads, which cannot talk.
+# The fields of each variant. Whisper and BART have unequal heads here, so they have no talking heads.
 VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}, "values": {}}
 DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
@@ -104,7 +104,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(tmp_path / "model")
-    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed anew
+    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed again
     assert cli.main(["export", str(tmp_path / "model"), "--to", "onnx", "--output_dir", str(tmp_path / "onnx")]) == 0
     printed = capsys.readouterr().out
     assert "decoder_with_past_model.onnx  within" in printed and "opset 18" in printed

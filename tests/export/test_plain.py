@@ -26,7 +26,7 @@ HEADS = [
     for row in (*ARCHITECTURES, *RELATIVES)
     for head in row.heads
     for variant in ("mqa", "latent")
-    # Each architecture's base model with heads alone, each head with latents too.
+    # The base model of each architecture with grouped heads, and each head also with latents.
     if variant == "latent" or head == next(iter(row.heads))
 ]
 

@@ -104,7 +104,7 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
         if (out / "config.json").exists() and not unfinished_model_advice(out):
             assert without_names(contents(out), out) == without_names(expected, whole), at
         elif exists:
-            # It is refused as it is; what the killed one left is told, and nothing of it is a checkpoint.
+            # The next run raises an error that names the leftovers, and no leftover is a checkpoint.
             if any(out.iterdir()):
                 assert_refused(out)
                 with pytest.raises(FileExistsError, match="is not empty"):

@@ -50,7 +50,7 @@ TRAININGS = {
                     "--train_file", "LINES", "--validation_file", "LINES", "--max_length", 16],
 }  # fmt: skip
 QUICK = ("glue", "uptrain")
-# What a model is, and what is said of it.
+# The files of a model, and the files that describe it.
 MODEL = re.compile(
     r"config\.json|(model|pytorch_model).*|generation_config\.json|(tokenizer|vocab|merges|spiece|special_|added_).*|"
     r"modules\.json|config_sentence.*|1_Pooling.*|README\.md|conversion_report\.json"
@@ -199,7 +199,7 @@ def test_kill_at_each_change_leaves_one_model(command, sources, tmp_path):
     statuses, output = run_processes(1, copy_at_each_change, command, sources, tmp_path)
     assert statuses == [0], output[-3000:]
     seen = json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
-    # First the old, then none for a while, then the new: the order in which a run goes on.
+    # The order of a run: first the old model, then none, then the new one.
     assert seen == sorted(seen, key=("old", "refused", "new").index) and {*seen} == {"old", "refused", "new"}
     assert seen.count("refused") > 5
 
@@ -245,7 +245,7 @@ def fill_at_each_write(command, sources, folder, most):
         seen.append(judged(out, old, new))
         assert status == 0 or (status == 2 and len(errors) == 1), (name, status, errors)
         assert status == 2 or seen[-1] == "new", name
-        assert seen[-1] != "refused", (name, errors)  # moving takes no room
+        assert seen[-1] != "refused", (name, errors)  # moving needs no disk space
     print(json.dumps(seen))
 
 

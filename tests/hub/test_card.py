@@ -174,7 +174,7 @@ def test_license_and_languages_of_the_source_are_kept(folder):
 
 
 def test_decoder_card_contains_the_cache_size(t5_variant):
-    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads beside 12 keys
+    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads for 12 keys
     text = str(model_card(t5_variant, "me/t5"))
     assert "bytes of cache per generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
     assert "bytes of cache per encoder token (float32, all layers) | 512 (multi-head: 1,280)" in text

@@ -21,12 +21,12 @@ from hf_attn_variants.modeling.remote_code import code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
-# What is saved of each architecture: a variant, and which head.
+# The saved models of each architecture: a variant and a head.
 KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
 KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
 OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
 
-# Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
+# This code runs in a new folder with a new Hugging Face home, and cannot import the package.
 ELSEWHERE = textwrap.dedent(
     """
     import json, re, sys

@@ -93,7 +93,7 @@ def test_card_describes_all_steps_of_the_readme(tuned):
     assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
     assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]
     assert "mit, the license of the original model." in card
-    # the scores are the last step's alone
+    # the card has only the scores of the last step
     assert {m["type"] for r in data["model-index"][0]["results"] for m in r["metrics"]} >= {"spearmanr"}
     assert "model_history.json" in plan.files and not plan.warnings
     assert str(tuned.parent) not in card

@@ -18,7 +18,7 @@ from hf_attn_variants.errors import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 
-# A process with a home and folder of its own that cannot import the package, as another user's would be.
+# A process with another home and folder that cannot import the package, as for another user.
 ELSEWHERE = textwrap.dedent(
     """
     import sys

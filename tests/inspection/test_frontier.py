@@ -214,7 +214,7 @@ def test_bart_relative_is_measured_with_targets(head, tokenizer):
 
 
 def test_standard_error_is_computed_over_texts():
-    # Of texts of one word each: the standard error of the mean.
+    # For texts of one word, this is the standard error of the mean.
     losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
     mean, error = _difference(losses, torch.zeros_like(losses))
     assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
@@ -228,7 +228,7 @@ def test_measured_text_is_never_fitted(source):
     pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
     assert len(pairs) == 100 and not pairs & set(zip(drawn.texts, drawn.target_texts, strict=True))
     assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
-    # Where nothing is left it is what the conversion holds out.
+    # Without other text, the held-out examples of the conversion are used.
     held_out = split_text(drawn, drawn, size=100)
     _, batches = make_batches(model, calibration.tokenizer, drawn, seeded_generator(0, "held-out texts"))
     ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
@@ -266,7 +266,7 @@ def test_default_variants_are_valid_for_the_model():
     assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
     for fields in options:
         T5.config_class.from_upstream(config, **fields)
-    # an encoder alone: no exact latent, which would save nothing there
+    # an encoder has no full-width latent, which would save nothing
     encoder = default_options(config, "encoder_num_key_value_heads", decodes=False)
     assert {item for fields in encoder for item in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert {"encoder_kv_lora_rank": 512} not in encoder
@@ -469,7 +469,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     assert rows[json.dumps({"encoder_num_key_value_heads": 2})]["name"] == "MHA + encoder GQA-2"
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
-    # By hand: the files that were not drawn, what the source writes of each, and the model that the command made.
+    # The expected loss: files outside of the sample, transcripts of the source, and the converted model.
     extractor = feature_extractor()
     drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]

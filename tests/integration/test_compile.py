@@ -82,7 +82,7 @@ def test_generate_compiles_one_step_for_all_batch_sizes(fields):
     model = T5.model("T5ForConditionalGeneration", **fields)
     model.generation_config.eos_token_id = None
     compiling = CompileConfig(fullgraph=True, backend="eager")
-    compiling._compile_all_devices = True  # as transformers' own tests ask for it on a CPU
+    compiling._compile_all_devices = True  # like the tests of Transformers on a CPU
     for batch, length in ((2, 6), (3, 9), (1, 5)):
         ids = torch.randint(5, 40, (batch, length))
         options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}

@@ -34,7 +34,7 @@ def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path / "base")
     batch = architecture.batch(head, labels=True)
-    # No task type: the model's own forward takes all arguments, and its classifier stays as it is.
+    # Without a task type, the forward of the model gets all arguments, and the classifier does not change.
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
     before = {name: parameter.detach().clone() for name, parameter in adapted.named_parameters()}
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]

@@ -76,7 +76,7 @@ def test_sentence_transformer_loads_without_this_package(minilm_gqa4, expected, 
     torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
 
 
-# Fields that Transformers' own encoder would ignore, or could not load.
+# Fields that the encoder of Transformers would ignore or could not load.
 T5_FIELDS = {
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2},
     "talking heads": {"talking_heads": "both", "talking_heads_init": "random"},
@@ -145,7 +145,7 @@ def test_sentence_transformer_trainer_saves_the_code(minilm_gqa4, expected, tmp_
     loss = losses.CosineSimilarityLoss(model)
     library.SentenceTransformerTrainer(model, arguments, datasets.Dataset.from_dict(rows), loss=loss).train()
     trained = torch.tensor(model.encode(SENTENCES))
-    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # they were said to be unlike
+    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # their label was 0
     model.save_pretrained(str(tmp_path / "trained"))
     torch.testing.assert_close(encoded_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
 

@@ -20,7 +20,7 @@ def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
     options = {"max_new_tokens": 6, "do_sample": False}
     (result,) = generate(text, **options, return_full_text=False)
     inputs = tokenizer(text, return_tensors="pt")
-    # token by token, each time the whole text anew
+    # token by token, with a full forward each time
     ids = inputs.input_ids
     for _ in range(6):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)

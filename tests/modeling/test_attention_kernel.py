@@ -120,7 +120,7 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
 
     def on_step(own):
         if "attention_kernel" in fields:
-            # What is called keys there is the state, for who cuts caches into rows.
+            # The state is stored as keys, so that code can select rows of caches.
             assert all(isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in own.layers)
             assert not any(layer.values.numel() for layer in own.layers)
             sizes.add(sum(item.numel() for layer in own.layers for item in layer.state if item is not None))

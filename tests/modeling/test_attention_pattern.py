@@ -181,7 +181,7 @@ def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, fi
     mask = padding()
     inputs = {"input_ids": token_ids(3, LENGTH)}
 
-    class WithMask(torch.nn.Module):  # of the pattern's model alone
+    class WithMask(torch.nn.Module):  # only in the model with the pattern
         def __init__(self):
             super().__init__()
             self.model = pattern

@@ -105,7 +105,7 @@ def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
     pattern = pattern_of(name, causal)
     in_the_midst = pattern.allowed(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
-    # Of a causal strided or fixed pattern the far tokens are those before, half of all in the midst.
+    # Causal strided and fixed patterns only have earlier tokens, half of all on average.
     assert in_the_midst - 1 <= pattern.keys_read(n) <= 2.2 * in_the_midst
     assert pattern.keys_read(2) == 2
 

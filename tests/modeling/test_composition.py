@@ -16,7 +16,7 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
 from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeads
 
-# Of a pattern, what else it needs; transient summaries are T5's alone.
+# Other fields that a pattern needs; only T5 has transient summaries.
 SIZES = {
     "attention_window": 4,
     "attention_dilation": 2,

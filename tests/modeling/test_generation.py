@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 pytestmark = pytest.mark.cross_product
 
-# What latents keep: test_latent_cache.py.
+# test_latent_cache.py checks the caches of latents.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 CROSS = {"is_decoder": True, "add_cross_attention": True}
 
@@ -53,7 +53,7 @@ def test_left_padding_does_not_change_generated_tokens(variant):
     ids = token_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 4])
-    # BERT's positions are absolute, so the padded row says where its tokens stand.
+    # BERT's positions are absolute, so the padded row passes position ids.
     positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3]])
     with torch.no_grad():
         plain = model(ids).logits

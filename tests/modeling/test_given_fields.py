@@ -109,7 +109,7 @@ UPSTREAM = {
     for name in (*row.upstream_config_class().to_dict(), *row.upstream_config_class.attribute_map)
     if name not in FIELDS
 }
-# Of configurations on the Hub that no class has any more.
+# Names in configurations on the Hub that no class reads now.
 NOTES = (
     *("task_specific_params", "n_positions", "output_past", "static_position_embeddings", "normalize_embedding"),
     *("add_bias_logits", "extra_pos_embeddings", "classif_dropout", "add_final_layer_norm", "normalize_before"),

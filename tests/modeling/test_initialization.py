@@ -57,7 +57,7 @@ def test_new_weights_have_the_standard_deviation_of_transformers(architecture, h
             deviation = expected[name].std(correction=0).item()
         if deviation is None:
             assert parameter.equal(torch.eye(*parameter.shape)), name
-        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms beside the identity
+        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms in addition to the identity
             assert not parameter.any(), name
         elif deviation == 0:
             assert (parameter == expected[name].flatten()[0]).all(), name

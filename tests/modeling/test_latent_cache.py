@@ -181,7 +181,7 @@ def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
     start(model, {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}, first, cache)
     cache.reset()
     assert memory.last_hidden_state.equal(states)
-    if kind == "dynamic":  # releases before 5.23 leave it as long as it was, in any model
+    if kind == "dynamic":  # releases before 5.23 do not shorten it in any model
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
     others = batch | {"input_ids": token_ids(BATCH, LENGTH)}
     start(model, others, last, cache)

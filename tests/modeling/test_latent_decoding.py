@@ -26,7 +26,7 @@ from hf_attn_variants.modeling.ops.latent_decoding import (
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 DEVICE = "cuda" if CUDA else "cpu"
-# Memories, rows, keys, width: one power of two, two of them, one that has zeros beside it; rows in two blocks.
+# Batch, rows, keys and width: a power of two, a sum of two, and a padded one; rows in two blocks.
 SIZES = [(2, 12, 90, 48), (1, 20, 70, 96), (3, 8, 64, 32), (2, 3, 33, 24)]
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60, "pad_token_id": 0}
 

@@ -164,7 +164,7 @@ def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
             torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-# (fields of the checkpoint, fields asked for, what the message says of both, the option of the convert command)
+# (fields of the checkpoint, requested fields, the text about both, the option of the convert command)
 T5_REFUSED = [
     ({}, {"cross_kv_lora_rank": 24}, "has cross_kv_lora_rank=None, the configuration asks for 24", 24),
     ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "cross_kv_lora_rank=40, .* asks for 24", 24),

@@ -19,7 +19,7 @@ from hf_attn_variants.reference import linear as reference_linear
 pytestmark = pytest.mark.cross_product
 
 HEADS, D, SCALING = 4, 6, 0.4
-# Of rfa sums of weights may be near zero, and what is divided by them far from rounding's usual size.
+# Sums of weights of rfa may be near zero, so that divided values have larger rounding errors.
 TOLERANCE = {"rfa": 3e-4}
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)

@@ -30,9 +30,9 @@ HEADS_WITH_VARIANTS = pytest.mark.parametrize(
 )
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
-# One head of each architecture stands for the others where only the attention matters.
+# One head per architecture is enough if only the attention matters.
 BASE = BASE_HEADS
-# Files that travel with an architecture, beside those of all.
+# Shipped files of an architecture, in addition to the common ones.
 FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["t5_family.py"]}
 
 
@@ -133,7 +133,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
     batch = architecture.batch(head, labels=True)
     gradients = []
     for checkpointing in (False, True):
-        # In training mode but without dropout, which would draw anew.
+        # In training mode without dropout, which would differ between calls.
         model = architecture.model(head, variant).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

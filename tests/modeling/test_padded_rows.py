@@ -21,7 +21,7 @@ PATTERNS = {
     "sliding_window": {"attention_window": 4},
     "sliding_window, dilated": {"attention_window": 4, "attention_dilation": 2},
 }
-# Those of encoders alone.
+# Patterns of encoders only.
 LEARNED = {
     "memory_compressed": {"attention_block_size": 3},
     "transient_global": {"attention_window": 4, "attention_block_size": 3},
@@ -36,7 +36,7 @@ KERNELS = {
 }
 COUNTING = ("random_blocks", "fixed", "local_blocks", *LEARNED)
 LENGTH = 23
-# Where each row's text begins and ends: padding on the left, on the right, on both sides.
+# The begin and the end of each row's text: padded on the left, on the right and on both sides.
 SIDES = {
     "left": ((0, 23), (8, 23), (19, 23)),
     "right": ((0, 23), (0, 12), (0, 4)),
@@ -269,7 +269,7 @@ def test_left_padding_allocates_no_quadratic_tensor():
     assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
 
 
-# By default a pattern of blocks, whose masks are cut anew, and one that makes other keys.
+# The default cases are a pattern of blocks with other masks, and one that computes other keys.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",

@@ -104,7 +104,7 @@ def test_windows_align_queries_with_the_last_keys(fields, queries, biased):
     reach, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
     actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
-    # What a cache has kept of the memory; the mask is of all tokens, the bias of all distances.
+    # The keys in the cache; the mask covers all tokens, and the bias all distances.
     key, value = (states[:, :, -(reach.before + queries) :] for states in (key, value))
     actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)

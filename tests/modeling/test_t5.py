@@ -16,7 +16,7 @@ from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGen
 
 pytestmark = pytest.mark.cross_product
 
-# What latents keep: test_latent_cache.py.
+# test_latent_cache.py checks the caches of latents.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 FLAVOURS = {

@@ -235,7 +235,7 @@ def test_talking_heads_kernels_pass_in_the_triton_interpreter():
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="once is enough")
 def test_package_loads_without_triton():
-    # The package stands in empty: what is asked is whether these files load, and its models take long to.
+    # An empty package replaces the real one, because only these files are loaded here.
     code = (
         "import sys, types; sys.modules['triton'] = None\n"
         "package = sys.modules['hf_attn_variants'] = types.ModuleType('hf_attn_variants')\n"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
 PAIRS = {"t5": T5, "umt5": UMT5, "bart": BART, "whisper": WHISPER}
 BOTH, LOGITS, WEIGHTS = {"logits_proj", "weights_proj"}, {"logits_proj"}, {"weights_proj"}
-# What is given, and which projections the attentions of each site then have; by layer a list of them.
+# The given fields, and the projections of each attention module, as a list if layers differ.
 CASES = {
     "cross alone": ({"cross_talking_heads": "both"}, {"cross": BOTH}),
     "encoder alone": ({"encoder_talking_heads": "logits"}, {"encoder": LOGITS}),
@@ -221,7 +221,9 @@ def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
     cached = model.generate(**batch, **options, return_dict_in_generate=True)
     assert torch.equal(cached.sequences, plain)
     rows = {layer.keys.shape[0] for layer in cache_of(cached).cross_attention_cache.layers}
-    assert rows == {3 * beams if case in ("cross alone", "dynamic") else 3}  # a sentence once, where no heads talk
+    assert rows == {
+        3 * beams if case in ("cross alone", "dynamic") else 3
+    }  # one row per sentence without talking heads
     assert torch.equal(model.generate(**batch, **options, cache_implementation="static"), plain)
 
 

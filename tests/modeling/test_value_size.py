@@ -135,7 +135,7 @@ def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, s
             assert_near(gradient, expected[1][name], name)
 
 
-# Beside every other field: values of few numbers are values of as many as keys, the others zeros
+# With every other field, small values equal values as wide as keys that are padded with zeros
 
 
 def padded(tensor, axis, heads, size):
@@ -171,8 +171,8 @@ def assert_equals_counterpart(row, fields, side):
     output, gradients = outputs_and_gradients(model, batch)
     expected, others = outputs_and_gradients(counterpart, batch)
     assert_near(output, expected)
-    # The twin's zeros have gradients of their own, which are no parameters of the model. A key's bias has none where a
-    # latent is read in the absorbed form, which may be chosen for one of the two alone.
+    # The padded zeros of the counterpart have gradients without a parameter in the model. A key bias has none if a
+    # latent uses the absorbed form, which may be chosen for only one of the models.
     kept = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
     parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
@@ -296,7 +296,7 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
     assert_near(torch.cat([first.logits, second.logits], 1), expected)
 
 
-# Counting, saving, refusing
+# Counts, saved models and errors
 
 
 @EVERY_ROW

@@ -20,7 +20,7 @@ from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Line
 
 T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
 BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
-# Fields beside `VARIANTS`, for T5; None in the place of a number is d_model.
+# Fields of T5 in addition to `VARIANTS`; None instead of a number is d_model.
 MORE = {
     "exact": {"cross_kv_lora_rank": 40},
     "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
@@ -107,7 +107,7 @@ def test_int8_layer_error_is_within_half_a_step(way):
         linear = torch.nn.Linear(width, size, bias=bias)
         with torch.no_grad():
             linear.weight.copy_(torch.randn(size, width, generator=generator))
-            linear.weight[0] *= 100  # a scale a row: the others are none the worse
+            linear.weight[0] *= 100  # one scale per row, so the other rows do not change
             linear.weight[1] = 0
         states = torch.randn(3, rows, width, generator=generator)
         made = Int8Linear(linear)(states)
@@ -302,7 +302,9 @@ def test_single_token_is_rounded_like_in_a_batch(bias, size, way):
     with torch.no_grad():
         error = (made(states) - linear(states)).abs()
         unlike = (made(states) - made(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
-    float_error = 1e-6 * (max(size, 1.0) if bias else size)  # in the place of the bound's own, for outputs of any size
+    float_error = 1e-6 * (
+        max(size, 1.0) if bias else size
+    )  # instead of the default bound, so that outputs of any size are tested
     assert (error <= worst_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
     assert unlike.max() <= float_error
 

@@ -206,7 +206,7 @@ def test_training_a_quantized_model_raises_an_error():
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="without gradients"):
         model(**batch)
-    # What upstream's trainer asks first; its import takes seconds.
+    # Trainer calls this function first; importing Trainer would take seconds.
     check = getattr(transformers.trainer_utils, "validate_quantization_for_training", None)
     if check is not None:
         with pytest.raises(ValueError, match="fine-tuning"):

@@ -28,7 +28,7 @@ def test_embedded_pairs_are_complete(quickstart):
     assert {path.name for path in quickstart.DATA_DIR.iterdir()} >= {"LICENSE.txt", "README.md"}
 
 
-# By default the quickstart's own job alone: each takes a dozen seconds.
+# The default is only the quickstart's own task, because each task takes twelve seconds.
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["similarity", *(pytest.param(t, marks=pytest.mark.slow) for t in ("stsb", "cola"))])
 def test_quickstart_runs_for_every_kind_of_task(quickstart, tmp_path, capsys, task):
@@ -48,7 +48,7 @@ def test_quickstart_runs_for_every_kind_of_task(quickstart, tmp_path, capsys, ta
     assert (run / "quickstart.png").stat().st_size > 10_000
     printed = capsys.readouterr()
     assert "same outputs" in printed.out and "mean and half the range of 2 seeds" in printed.out
-    # What a training prints of its own results would stand among them.
+    # The results that a training prints would be among them.
     assert "results in" not in printed.out and "results in" in (run / "log.txt").read_text()
     assert "embedding_cosine" not in printed.err
 

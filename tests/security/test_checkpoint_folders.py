@@ -17,7 +17,7 @@ SECRET = "hf_secret"
 DATA = ["--train_file", "DATA", "--validation_file", "DATA", "--max_train_steps", "1", "--cpu", "--disable_tqdm"]
 STSB = ["--task_name", "stsb", "--data_dir", "tests/fixtures/glue/STS-B", "--max_train_steps", "1", "--cpu"]
 TEXT = ["--calibration_file", "LINES"]
-# What comes after `attn-variants`, with the checkpoint as FOLDER, of every command that reads one.
+# The arguments of every command that reads a checkpoint, here FOLDER.
 COMMANDS = {
     "convert": ["convert", "FOLDER", "--num_key_value_heads", "2", "--output_dir", "OUT"],
     "export": ["export", "FOLDER", "--to", "transformers", "--output_dir", "OUT"],

@@ -20,7 +20,7 @@ import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
 
 ALL_ARCHITECTURES = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
-# What other tools write, and what a hand that edits a file leaves.
+# Values that other tools write, and mistakes of manual edits.
 OTHERS = (None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.25, 1e-3, 10**12, math.nan, "", "x", "12", [], [1], {}, "gelu")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "gated-gelu", "tanh", "nothing")
 DELETED = object()

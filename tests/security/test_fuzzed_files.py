@@ -39,7 +39,7 @@ HISTORY = {
     "steps": [{"kind": "training", "task_name": "sst2", "eval_accuracy": 0.9, "arguments": {"seed": 1}}],
 }
 RESULTS = {"eval_accuracy": 0.5, "task_name": "sst2", "date": "2026-01-01", "arguments": {"learning_rate": 1e-3}}
-# What parsers trip over.
+# Bytes that are hard to parse.
 PAYLOADS = [
     *(item.encode() for item in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
     *(item.encode() for item in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
@@ -161,7 +161,7 @@ def test_fuzzed_checkpoint_files_are_read_or_raise_an_error(name, scale, checkpo
     def attempt(edits):
         (folder / name).write_bytes(edited(content, edits))
         with limits():
-            read_history(folder)  # what cannot be read is told in the history itself
+            read_history(folder)  # the history names files that cannot be read
         works_or_says_why(plan_push, folder, "me/gqa")
 
     attempt()

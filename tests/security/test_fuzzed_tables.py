@@ -54,7 +54,7 @@ HARM = [
     "\0",
     "\ud800",
 ]
-# What an error has to say besides the file.
+# Text that an error must contain in addition to the file.
 PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 
 
@@ -94,7 +94,7 @@ def of_pandas(content, tabs):
 def write_csv(draw, names, rows):
     out = io.StringIO(newline="")
     end, quoting = draw.choice([("\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_MINIMAL)])
-    # Where rows end by \\n, Python quotes no lone \\r, which pandas and others then take for an end.
+    # If rows end with \\n, Python does not quote a single \\r, which pandas treats as the end of a row.
     csv.writer(out, lineterminator=end, quoting=quoting).writerows([names, *rows])
     return out.getvalue()
 
@@ -121,7 +121,7 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
         if result is not None:
             read += 1
             expected = list(of_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
-            if len(names) == 1:  # pandas leaves white space alone out
+            if len(names) == 1:  # pandas drops rows with only whitespace
                 result, expected = ([row for row in item if row[0].strip()] for item in (result, expected))
             assert result == expected, (seed, content)
     assert whole > 0.15 * count and 0.3 * count < read < 0.95 * count, (whole, read)

@@ -160,7 +160,7 @@ def plain_config(architecture):
 @given(data=st.data())
 def test_hostile_configurations_are_built_or_raise_an_error(architecture, data):
     values = data.draw(hostile_configs(architecture))
-    # Upstream's checks of single fields raise an error type of their own, with a message.
+    # The checks of Transformers raise a special error type with a message.
     succeeds_or_says_why(lambda: architecture.config_class.from_dict(copy.deepcopy(values)), StrictDataclassError)
 
 

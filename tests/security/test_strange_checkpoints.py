@@ -254,7 +254,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     assert "is not empty" in one_line(capsys, *argv)
 
 
-# What lies around a process.
+# The environment of a process.
 
 
 def call(*argv, cwd=None, prefix="", **variables):
@@ -305,7 +305,7 @@ def test_out_of_memory_prints_one_line(error, capsys):
     assert len(lines) == 1 and lines[0].startswith("error: There is not enough memory (")
 
 
-# What transformers says of calls that are right.
+# Warnings of Transformers about valid calls.
 
 
 @pytest.mark.thorough

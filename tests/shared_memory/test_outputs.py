@@ -41,7 +41,7 @@ def batch_of(name, *args, dtype=torch.float64, **options):
 
 def generated(model, batch, **options):
     torch.manual_seed(5)
-    if model.config.model_type == "whisper":  # or a time would begin a segment anew
+    if model.config.model_type == "whisper":  # otherwise a timestamp would begin a new segment
         options = {"return_timestamps": False} | options
     return model.generate(
         **batch, max_new_tokens=9, min_new_tokens=4, return_dict_in_generate=True, output_scores=True, **options
@@ -216,7 +216,7 @@ def test_shared_memory_works_in_half_precision(dtype, form):
         exact = tiny_model(name)
         with torch.no_grad():
             theirs, ours, right = (model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact))
-        # Both round; ours is no further off than upstream's.
+        # Both models round, and the error of ours must not be larger.
         assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-3
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 

@@ -86,7 +86,7 @@ def test_returned_dictionary_contains_the_cache(checkpoint, way, form):
         mine, other = (cache_of(item).cross_attention_cache.layers for item in (ours, theirs))
         for one, two in zip(mine, other, strict=True):
             assert one.keys.shape == two.keys.shape
-            if way != "beams":  # of beams upstream's has rows of the first sentence alone
+            if way != "beams":  # with beams, Transformers returns only rows of the first sentence
                 torch.testing.assert_close(one.keys, two.keys, atol=1e-5, rtol=1e-5)
 
 

@@ -20,7 +20,7 @@ from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import lock_folder
 
-# Of a run these differ from one time to the next.
+# These values differ between runs.
 TIMES = ("runtime", "per_second", "date", "arguments")
 
 
@@ -117,7 +117,7 @@ def test_finished_sweep_only_runs_new_runs(undisturbed, sweep_file, tmp_path, ca
     assert run(other, out) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("output.log")} == before
     assert "spearmanr" in (out / "sweep_results.md").read_text()
-    # With another flag it would be another run than the one that lies there.
+    # With another flag it would be another run than the existing one.
     flags = json.loads(sweep_file.read_text())["flags"]
     capsys.readouterr()
     assert run(change(sweep_file, flags=flags | {"learning_rate": "2e-3"}), out) == 2

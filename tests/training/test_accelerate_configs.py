@@ -46,7 +46,7 @@ def test_every_config_has_a_test():
 def test_accelerate_knows_every_key(name):
     path = str(CONFIGS / f"{name}.yaml")
     assert load_config_from_file(path).distributed_type == TYPES[name]  # raises for a key that it does not know
-    # Keys below fsdp_config and deepspeed_config it takes as they are: they must be options of its launcher.
+    # accelerate does not check keys below fsdp_config and deepspeed_config, which must be launcher options.
     known = vars(launch_command_parser().parse_args(["script.py"]))
     settings = yaml.safe_load(Path(path).read_text())
     for section in ("fsdp_config", "deepspeed_config"):
@@ -118,7 +118,7 @@ def test_adafactor_with_fsdp2_raises_an_error(tmp_path, monkeypatch):
 def run_fsdp(environment, command, argv):
     """Run a training command like `accelerate launch` with FSDP2, on the CPU."""
     os.environ.update(environment)
-    # accelerate turns FSDP off where it sees no accelerator: the process is told that it has one.
+    # accelerate disables FSDP without an accelerator, so the test pretends that there is one.
     PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
     script = importlib.import_module(f"hf_attn_variants.commands.{command}")
     script.main(script.parse_args(argv))

@@ -181,7 +181,7 @@ def test_multilabel_model_is_trained(run, sorts, learner):
     assert any(row["label"] == ["animal", "guitar"] for row in rows) and any(row["label"] == [] for row in rows)
     for row in rows:
         assert row["prediction"] == [name for name, share in row["probabilities"].items() if share > 0.5]
-    # transformers' own pipeline says the same.
+    # The pipeline of Transformers gives the same labels.
     classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
     for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
         printed = {item["label"]: item["score"] for item in classifier([text])[0]}
@@ -261,7 +261,7 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
     assert f"{out / 'all_results.json'}: {printed}" in caplog.text
     assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
-    # What was predicted with knows them too, and what is given goes before.
+    # The prediction uses them too, and given columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
     assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
     given, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)

@@ -86,7 +86,7 @@ def test_regression_task_trains_and_writes_all_outputs(run):
     for name in ("loss", "lr", "eval_pearson"):
         tracked = [(event.step, event.value) for event in events.Scalars(name)]
         assert tracked == [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in records if name in r]
-    # Not "time": trackio has one of its own.
+    # Not "time", because trackio already has a column of this name.
     assert {"train_seconds", "tokens_per_second"} < set(events.Tags()["scalars"]) and "time" not in events.Tags()[
         "scalars"
     ]
@@ -173,9 +173,9 @@ def test_mnli_evaluates_two_dev_sets_and_predicts_ax(run):
 
 def test_classifier_with_other_label_names_gives_a_warning(run, tmp_path, caplog):
     _, out = run("cola", "--max_train_steps", 1)
-    assert "other names" not in caplog.text  # it was no classifier before
+    assert "other names" not in caplog.text  # it was not a classifier before
 
-    def told_of(*names):
+    def warnings_for(*names):
         config = json.loads((out / "config.json").read_text())
         numbers = {name: i for i, name in enumerate(names)}
         config |= {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
@@ -184,10 +184,10 @@ def test_classifier_with_other_label_names_gives_a_warning(run, tmp_path, caplog
         run("cola", "--num_train_epochs", 0, model=out, output_dir=tmp_path / "-".join(names))
         return "other names than those of the task" in caplog.text
 
-    assert told_of("negative", "positive")
+    assert warnings_for("negative", "positive")
     assert "'negative' as 'unacceptable', 'positive' as 'acceptable'" in caplog.text
-    assert not told_of("LABEL_0", "LABEL_1")  # transformers' own, which say nothing
-    assert not told_of("Acceptable", "unacceptable")
+    assert not warnings_for("LABEL_0", "LABEL_1")  # the default names of Transformers
+    assert not warnings_for("Acceptable", "unacceptable")
 
 
 @pytest.mark.thorough

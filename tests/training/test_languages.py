@@ -106,7 +106,7 @@ def test_training_saves_the_languages(run, folders, kind):
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     ids = model.generate(**tokenizer(["the dog"], return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]
     assert ids[:2].tolist()[kind != "mbart"] == (marks[-1] if kind == "mbart" else marks[0])
-    # What the model was trained for needs no flags again; another language does.
+    # A trained model needs no flags for its languages, but for another language it does.
     again, _ = run(seq2seq, out, out="again", length=("--num_train_epochs", 0))
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"--target_lang must be .* got 'xx'. Use one of \w+"):

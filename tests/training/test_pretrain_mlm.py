@@ -524,8 +524,8 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
 
 @pytest.mark.thorough
 def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_warning(tokenizer, tmp_path, caplog):
-    # A block of 11 begins with either letter, so that each follows from its neighbours alone. Upstream's
-    # initialisation is made for 768 hidden units; with 16 it would leave attention too little to learn from.
+    # A block of 11 can begin with either letter, so that only neighbors determine a letter. The default
+    # initialization is made for 768 hidden units; with 16 the attention would learn too slowly.
     (tmp_path / "train-0.txt.gz").write_bytes(gzip.compress(b"a b " * 3000))
     (tmp_path / "valid.txt").write_text("a b " * 300)
     flags = ["--model_type", "bert", "--config_overrides", f"{TINY},initializer_range=0.25", "--dropout_rate", 0]
@@ -676,7 +676,7 @@ def test_model_without_a_masked_lm_raises_an_error(run, tokenizer, tmp_path):
 
 
 def test_roberta_positions_start_after_the_padding_index(run, tokenizer, tmp_path):
-    # 64 positions, of which the padding token's and those before it are none of a text's.
+    # 64 positions, of which texts cannot use the padding index and those before it.
     used = 63 - tokenizer.pad_token_id
     results, _ = run(*scratch("roberta"), "--max_train_steps", 1, "--max_length", used)
     assert results["steps"] == 1

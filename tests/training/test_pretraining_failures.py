@@ -109,7 +109,7 @@ def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, m
         run()
     last = list_checkpoints(text / "out")[-1]
     assert 2 <= json.loads((last / "train_state.json").read_text())["step"] < STEPS
-    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads; the shard is as it was
+    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads, and the shard is unchanged
         run("--resume_from_checkpoint", "latest")
     monkeypatch.undo()
     assert_goes_on_to_the_same_end(run, text)

@@ -144,7 +144,7 @@ def test_finished_model_remembers_columns_and_prefix(run, source, tmp_path, capl
     assert f"{run.out / 'all_results.json'}: {printed}" in caplog.text
     assert {name: again[name] for name in kept} == kept
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
-    # What is given goes before, "no prefix" too; and parallel text has the prefix alone.
+    # Given values take precedence, also "no prefix". Parallel text only has the prefix.
     given = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
     other = run(*given, **only, output_dir=tmp_path / "other")
     assert (other["source_column"], other["target_column"]) == ("source", "de") and "source_prefix" not in other
@@ -194,7 +194,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
     assert caplog.text.count("2 of 4 rows are left out") == 3
-    # Predictions are found again beside what they were read from; training keeps no numbers.
+    # Predictions name the rows of their files; training rows have no numbers.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
     assert splits["dev"].take(1).keys == [{"row": 2}]
 

@@ -177,9 +177,9 @@ def test_default_stride_fits_the_length(readers, lengths, stride):
     settings = parse_args([str(part) for part in argv])
     tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
     config = AutoConfig.from_pretrained(readers["t5"])
-    room = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
+    free = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
     result = compute_stride(settings, config, tokenizer)
-    assert result == (128 if room > 128 else room // 2) and abs(result - stride) <= 1
+    assert result == (128 if free > 128 else free // 2) and abs(result - stride) <= 1
 
 
 def test_unavailable_dev_metric_raises_before_training(run, tmp_path):

@@ -58,7 +58,7 @@ def test_field_type_determines_the_flag_parser():
     settings = seq2seq.parse_args([*argv, "--lr_scheduler_kwargs", '{"x": 1}', "--max_length", "7"])
     assert (settings.num_beams, settings.learning_rate, settings.group_by_length) == ((1, 4), 1e-3, True)
     assert (settings.checkpointing_steps, settings.lr_scheduler_kwargs) == ("epoch", {"x": 1})
-    # What depends on other settings is filled in.
+    # Defaults that depend on other settings.
     assert (settings.max_target_length, settings.metrics) == (7, ("bleu",))
 
 

@@ -27,7 +27,7 @@ from hf_attn_variants.training.pretraining.text_stream import (
     read_blocks,
 )
 
-# Of the Gettysburg Address: real sentences, two articles a file.
+# Sentences of the Gettysburg Address, with two articles per file.
 ARTICLES = [
     "Four score and seven years ago our fathers brought forth\non this continent, a new nation.",
     "Now we are engaged in a great civil war, testing whether that nation can long endure.",

@@ -76,7 +76,7 @@ def run(grouped_bert, bert, source, tmp_path):
 
     def flags(objective, *more, model, teacher, steps, output_dir):
         pairs = ["--source_file", source, "--target_file", source.with_name("target.txt")]
-        is_t5 = Path(model).parent.name.startswith("t5")  # a folder "bert5" is none
+        is_t5 = Path(model).parent.name.startswith("t5")  # the folder "bert5" does not exist
         text = pairs if is_t5 else [] if "--train_file" in more else ["--train_file", source]
         argv = ["--model_name_or_path", model, "--objective", objective, *text, "--output_dir", output_dir]
         argv += ["--teacher", teacher] if teacher is not None else []
@@ -140,7 +140,7 @@ def test_student_equal_to_its_teacher_has_zero_loss(run, bert, t5, objective, mo
 
 @pytest.mark.parametrize("trainable", ["all", "lora"])
 def test_pooler_is_kept_without_a_place_in_the_language_model(run, grouped_bert, tmp_path, trainable):
-    # As in bert-base-uncased; a classifier put on the result would begin with a pooler drawn anew.
+    # bert-base-uncased has a pooler; without it, a classifier would start with a random pooler.
     with_pooler = shutil.copytree(grouped_bert, tmp_path / "with-pooler")
     pooler = {"bert.pooler.dense.weight": torch.randn(32, 32), "bert.pooler.dense.bias": torch.randn(32)}
     # Whole numbers, of positions in old checkpoints, stay whole.

@@ -220,7 +220,7 @@ def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[st
     made = {}
     for beams in (1, 2):
         if brings_cache:
-            # For a decoder alone, `generate` makes a cache without a place for the memory, at which upstream stops.
+            # For a decoder, `generate` makes a cache without cross-attention, and Transformers fails.
             caches = vars(importlib.import_module("transformers.cache_utils"))
             pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
             options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())

@@ -144,7 +144,7 @@ def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -
             return "invalid", _last_lines()
         if difference:
             return "invalid", f"upstream's own model differs: {difference}"
-        if mutation.get("is_newer"):  # no name has changed: what says it is the number of the release alone
+        if mutation.get("is_newer"):  # no name has changed, so only the release number shows the change
             importlib.import_module("transformers").__version__ = "5.99.0"
         for name, run in _ours(architecture, model, upstream, wanted, kept, mutation):
             outcome, note = _outcome(run, mutation["names"])

@@ -25,7 +25,7 @@ from upstream.general_mutations import general_mutations
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
-# What new names are made of: none of transformers' names has it.
+# The pattern of new names, which occurs in no name of Transformers.
 NEW = "renamed_{}"
 # Attributes that our code reads or writes, by the role of the class whose they are; `True`: anybody's but `config`'s.
 ATTRIBUTES = {
@@ -47,7 +47,7 @@ PATHS = (
     "albert_layers",
 )  # fmt: skip
 HANDED_OVER = ("use_cache", "output_attentions")
-# Without them a model can still run: what upstream's own forward does with its default is what our models must do.
+# A model can run without these. Our models must equal the forward of Transformers with its defaults.
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
 
@@ -98,7 +98,7 @@ def _of_method(
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [parameters(item) for item in forwards]
-    # What upstream hands over by its name from far away stays.
+    # Arguments that distant code passes by name do not change.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
     called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
     for old in known:

@@ -129,7 +129,7 @@ def reorder(
         first, second = ([item.arg for item in result].index(name) for name in (old, new))
         result[first], result[second] = result[second], result[first]
         if len(function.args.defaults) < len(result) - 1:
-            # What has no default stands before what has.
+            # Parameters without a default come first.
             function.args.defaults = [ast.Constant(None)] * (len(result) - 2)
         after = parameters(function)
     for call in calls(tree, set(names)):

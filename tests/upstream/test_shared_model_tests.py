@@ -55,7 +55,7 @@ def test_training_gives_every_parameter_a_gradient(architecture, head):
     output = upstream(**batch)
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
     unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
-    # A decoder that is alone attends to no encoder, so there is no latent of one.
+    # A decoder without an encoder has no latent of encoder outputs.
     ours = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
     assert not ours, sorted(ours)
     assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
@@ -127,7 +127,7 @@ def test_eager_equals_sdpa(architecture, variant):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
                 output = next(iter(tensors(model(**inputs)).values()))
-            # What is computed at padding is nobody's business.
+            # Outputs at padded positions are ignored.
             is_of_text = kept is not None and "decoder_input_ids" not in inputs
             actual.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
         torch.testing.assert_close(*actual, **TOLERANCE)
